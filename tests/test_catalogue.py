@@ -190,7 +190,7 @@ def test_a_catalogue_of_before_a_name_was_used_again_is_none(
         run.run(manager, range(3))
         old = taken(root)
         manager.delete(2)
-        assert told(root) == []
+        assert told(root) == ["0", "1"]
         run.restore(manager, 1)
         run.run(manager, [2])
         new = Ledger.load(root, "default").entries["2"].uuid
@@ -226,6 +226,21 @@ def test_adopted_and_local_roots_have_none(tiny_run: Any, tmp_path: Any) -> None
     assert names.CATALOGUE not in names_in(epath.Path(tmp_path / "run"))
     claim = json.loads((tmp_path / "run" / names.WRITER).read_text())
     assert "epoch" not in claim
+
+
+def test_who_deletes_without_a_claim_ends_the_catalogue(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(3))
+        manager.reload()
+        manager.delete(2)
+        assert told(root) == []
+        assert manager.all_steps() == [0, 1]
+    with run.open(str(root)) as manager:
+        manager.delete(1)
+        assert manager.all_steps() == [0]
 
 
 def test_a_killed_removal_is_not_listed(

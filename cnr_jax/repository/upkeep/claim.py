@@ -336,6 +336,10 @@ class Claim:
             store_of(self._root).remove_file(self._root / names.WRITER)
             self._own = None
 
+    def is_alone(self) -> None:
+        """In a forked child: the thread that was asking is not there."""
+        self._turn = threading.RLock()
+
     def give_up(self) -> None:
         """Forgets the claim: the next save takes the root over again."""
         self._own = None
@@ -495,6 +499,8 @@ _inherited: weakref.WeakSet[Claim | WritingLock] = weakref.WeakSet()
 
 def _give_up_all() -> None:
     for each in list(_inherited):
+        if isinstance(each, Claim):
+            each.is_alone()
         each.give_up()
 
 

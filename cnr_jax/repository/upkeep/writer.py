@@ -356,43 +356,51 @@ class RootWriter:
     def check_removal(self, directory: str) -> None:
         """Right before a step is removed: `check_claim`, and no catalogue names it any more."""
         self.check_claim()
-        self._end_catalogue(directory)
+        if self.writes:
+            self._end_catalogue(directory)
 
     def _end_catalogue(self, *directories: str) -> None:
+        """Has no catalogue tell of steps that are about to go, or whose names are used again."""
         self._removed.update(directories)
-        if self._named:
-            self._claim.begin_epoch()
-            self._named = frozenset()
+        if not self._claim.is_taken:
+            # That of another manager, or of before a reload.
+            root = self._known()[0]
+            if can(root).conditions:
+                store_of(root).remove_file(root / names.CATALOGUE)
+        # First: another save may tell of more meanwhile.
+        named, self._named = self._named, frozenset()
+        if named and self._claim.is_taken:
+            try:
+                self._claim.begin_epoch()
+            except BaseException:
+                self._named |= named
+                raise
 
-    def put_catalogue(
-        self,
-        entry: Entry,
-        noted: catalogue.Noted,
-        others: Mapping[str, catalogue.Noted],
-    ) -> None:
-        """Stores what is known of the steps, after a commit and what it made superfluous.
-
-        Args:
-            entry: of the step that was committed.
-            noted: what is told of it beside.
-            others: of other steps, by directory.
-        """
-        root, item, ledger = self._known()
+    def note_own(self, entry: Entry, noted: catalogue.Noted) -> None:
+        """Notes a step that was committed, and what is told of it beside."""
         self._removed.discard(entry.directory)
         self._own[entry.directory] = entry, noted
-        epoch = self._claim.epoch
-        if not epoch:
-            return
-        # Of a root that another manager has saved to since, what was read may be wrong by now.
-        before = self._before.epoch if self._before is not None else ""
-        is_known = bool(before) and before == ledger.epoch
-        there = [*ledger.committed(), *map(ledger.movable, [*ledger.left])]
-        known = {e.directory: e for e in there if e.known and is_known}
-        known |= {name: own for name, (own, _) in self._own.items()}
-        gone = self._removed | ledger.leaving
-        entries = sorted((e for n, e in known.items() if n not in gone), key=order)
-        told = {**others, **{name: own for name, (_, own) in self._own.items()}}
-        self._named |= {each.directory for each in entries}
+
+    def put_catalogue(self, others: Mapping[str, catalogue.Noted]) -> None:
+        """Stores what is known of the steps, after a commit or a removal.
+
+        Args:
+            others: what is told of steps that others have committed, by directory.
+        """
+        root, item, ledger = self._known()
+        with self.looking:
+            epoch = self._claim.epoch
+            if not epoch:
+                return
+            # Of a root that another manager has saved to since, what was read may be wrong by now.
+            before = self._before.epoch if self._before is not None else ""
+            is_known = bool(before) and before == ledger.epoch
+            known = {e.directory: e for e in ledger.committed() if e.known and is_known}
+            known |= {name: own for name, (own, _) in self._own.items()}
+            gone = self._removed | ledger.leaving
+            entries = sorted((e for n, e in known.items() if n not in gone), key=order)
+            told = {**others, **{name: own for name, (_, own) in self._own.items()}}
+            self._named |= {each.directory for each in entries}
         try:
             data = catalogue.dumped(item, epoch, entries, told)
             replace_durably(root / names.CATALOGUE, data)
