@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax.format import names
 from cnr_jax.repository.index import catalogue
+from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.store import names_in, store_of
 
@@ -86,6 +89,32 @@ def test_a_root_is_opened_by_three_requests(
         run.check(manager, None)
         run.run(manager, [9])
     assert told(root) == [str(i) for i in range(10)], "it is made anew"
+
+
+@pytest.mark.slow  # the service takes its time to take them
+def test_a_root_of_a_thousand_steps_is_opened_by_four_requests(
+    tiny_run: Any, root: epath.Path, proxy: Proxy
+) -> None:
+    run, store = tiny_run(), store_of(root)
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, [1000])
+    known = catalogue.read(root)
+    (entry,), (noted,) = known.entries.values(), known.noted.values()
+    manifest = entry.manifest
+    steps = [str(i) for i in range(1001)]
+    entries = [
+        entry_of(d, dataclasses.replace(manifest, step=int(d), uuid=f"{int(d):032x}"))
+        for d in steps[:-1]
+    ]
+    with ThreadPoolExecutor(16) as pool:
+        paths = [root / d / names.COMMITTED for d in steps[:-1]]
+        list(pool.map(lambda path: store.write(path, b"", replaces=True), paths))
+    told_of = dict.fromkeys(steps, noted)
+    put(root, catalogue.dumped("default", known.epoch, [*entries, entry], told_of))
+    with proxy.counting() as counts:
+        with run.open(str(root)) as manager:
+            assert manager.all_steps() == list(range(1001))
+    assert counts == {"LIST": 2, "GET": 2}
 
 
 def test_a_restore_of_a_long_chain_does_not_wait_step_by_step(

@@ -378,8 +378,9 @@ class RootWriter:
 
     def note_own(self, entry: Entry, noted: catalogue.Noted) -> None:
         """Notes a step that was committed, and what is told of it beside."""
-        self._removed.discard(entry.directory)
-        self._own[entry.directory] = entry, noted
+        with self.looking:
+            self._removed.discard(entry.directory)
+            self._own[entry.directory] = entry, noted
 
     def put_catalogue(self, others: Mapping[str, catalogue.Noted]) -> None:
         """Stores what is known of the steps, after a commit or a removal.
