@@ -75,7 +75,7 @@ class Advice:
 
     Attributes:
         best: the plan of most goodput within the budget.
-        second: the best one of another policy.
+        second: the best one of another policy, or with another number in flight.
         budget: slowdown that was allowed.
         mtbf_secs: mean time between failures.
         job_hours: hours that the job trains for, restarts included.
@@ -111,9 +111,11 @@ class Advice:
     @property
     def program(self) -> str:
         """Lines of a program that follow the advice."""
+        several = f"    max_in_flight={self.best.in_flight},\n"
         return (
             "options = cnr.Options(\n"
             f"    policy={_written(self.best.policy)},\n"
+            f"{several * (self.best.in_flight > 1)}"
             '    bits="auto",\n'
             f"    expected_restores={math.ceil(self.expected_restores)},\n"
             f"    min_fulls={self.min_fulls},\n"
@@ -147,12 +149,11 @@ class Advice:
         )
         within = ", which is within the range of the best" if self.is_close else ""
         lines = [
-            f"save every {best.every:,} steps, policy {best.policy.name}",
+            f"save {_told(best)}",
             *aligned(rows, right={1, 2}),
             f"it rests on {rests}, and {self.expected_restores:.3g} failures in"
             f" {self.job_hours:,.4g} h",
-            f"second best: every {second.every:,} steps, policy {second.policy.name}, goodput"
-            f" {_share(second.goodput.value)}{within}",
+            f"second best: {_told(second)}, goodput {_share(second.goodput.value)}{within}",
             f"for reference: every {self.young:,} steps by Young's formula,"
             f" {self.daly:,} by Daly's",
             *(
@@ -229,8 +230,9 @@ def advise(
         young=max(1, round(young / profile.step.fixed)),
         daly=max(1, round(daly / profile.step.fixed)),
         changes={
-            what: best_plan(other, up, _maker(other, policy), budget, notice_secs).every
+            what: best_plan(other, up, maker, budget, notice_secs).every
             for what, other, up in _otherwise(profile, failures)
+            for maker in [_maker(other, policy, plan.in_flight)]
         },
         saves=_rests_on(profile),
         assumed=(*_assumed(profile, damage),),
@@ -267,13 +269,15 @@ def advised_plan(
 def _plans(
     profile: Profile, failures: Failures, budget: float, notice_secs: float
 ) -> list[tuple[Plan, Policy]]:
-    """Plan of each policy with its best interval, and the policy, the best first."""
+    """Plan of each policy with its best interval, and the policy, the best first.
+
+    Of saves in flight as many are tried as the profile has been measured with.
+    """
     found = [
-        (
-            best_plan(profile, failures, _maker(profile, each), budget, notice_secs),
-            each,
-        )
-        for each in POLICIES
+        (best_plan(profile, failures, maker, budget, notice_secs), policy)
+        for policy in POLICIES
+        for in_flight in range(1, len(profile.in_flight) + 1)
+        for maker in [_maker(profile, policy, in_flight)]
     ]
 
     def worth(each: tuple[Plan, Policy]) -> tuple[float, float]:
@@ -323,8 +327,8 @@ def _worth(
     return -max(pace.slowdown - budget, 0.0), goodput
 
 
-def _maker(profile: Profile, policy: Policy) -> Callable[[int], Plan]:
-    return lambda every: plan_of(profile, every, policy)
+def _maker(profile: Profile, policy: Policy, in_flight: int) -> Callable[[int], Plan]:
+    return lambda every: plan_of(profile, every, policy, in_flight)
 
 
 def _draws(
@@ -417,10 +421,17 @@ def _assumed(profile: Profile, damage: float) -> Iterator[str]:
         yield "restores read as fast as saves are written"
     if not profile.restart_secs:
         yield "a restart takes no time beside the restore"
+    if len(profile.in_flight) == 1:
+        yield "several saves in flight are worth nothing"
     if not profile.contention:
         yield "train steps are no slower beside a save"
     if not damage:
         yield "no restore finds a checkpoint damaged, so one full one is enough"
+
+
+def _told(choice: Choice) -> str:
+    several = f", {choice.in_flight} in flight" * (choice.in_flight > 1)
+    return f"every {choice.every:,} steps, policy {choice.policy.name}{several}"
 
 
 def _written(policy: Policy) -> str:

@@ -192,6 +192,34 @@ def test_the_lines_to_paste_are_options_that_there_are() -> None:
     assert found.best.in_flight == 1
 
 
+def test_saves_in_flight_are_advised_where_they_are_known_to_pay() -> None:
+    # Storage that answers late: a save takes a minute, alone or beside others.
+    late = dataclasses.replace(
+        LARGE, write=Seconds(fixed=60), in_flight=(1.0, 1.0, 1.0), contention=0
+    )
+    often = Failures.drawn(node_mtbf_hours=0.2, hours=40, seed=1)
+    found = advised(late, often, budget=0.05)
+    assert found.best.in_flight > 1
+    assert f"{found.best.in_flight} in flight" in str(found).splitlines()[0]
+    scope: dict[str, Any] = {"cnr": cnr, "ocp": ocp}
+    exec(found.program, scope)
+    assert scope["options"].max_in_flight == found.best.in_flight
+    one = advised(dataclasses.replace(late, in_flight=(1.0,)), often, budget=0.05)
+    assert one.best.in_flight == 1
+    assert "several saves in flight are worth nothing" in str(one)
+    runs = [
+        simulate_job(
+            late, often, plan_of(late, each.every, each.policy, each.in_flight)
+        )
+        for each in (found.best, one.best)
+    ]
+    assert runs[0].goodput > runs[1].goodput + 0.01
+    assert found.best.goodput.value == pytest.approx(runs[0].goodput, rel=0.02)
+    # Where they share bandwidth one is enough.
+    shared = dataclasses.replace(late, in_flight=(1.0, 2.0, 3.0))
+    assert advised(shared, often, budget=0.05).best.in_flight == 1
+
+
 def test_too_few_saves_advise_nothing() -> None:
     for name in ("step", "blocking", "write"):
         few = dataclasses.replace(getattr(LARGE, name), samples=4)
