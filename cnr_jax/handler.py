@@ -42,7 +42,6 @@ from cnr_jax.checkpointer.saving.check import (
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.launch import Launcher
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
-from cnr_jax.checkpointer.saving.pipeline import STOP_SECS
 from cnr_jax.checkpointer.saving.plan import Planning
 from cnr_jax.checkpointer.saving.reporting import report_of_begun
 from cnr_jax.checkpointer.saving.widening import Widening
@@ -69,6 +68,7 @@ from cnr_jax.rows.touched import Touched
 from cnr_jax.state.table import Tables, check_tables
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.texts import logger
+from cnr_jax.waiting import STOP_SECS
 
 _log = logger(__name__)
 

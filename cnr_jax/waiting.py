@@ -10,6 +10,8 @@ from typing import Any
 
 # How often a wait looks again: who says that it is over may be interrupted in that.
 _POLL_SECS = 1.0
+# How long a failed save is waited for to stop writing; it does within a chunk or two.
+STOP_SECS = 60.0
 _NOBODY = ()
 
 
@@ -97,3 +99,32 @@ class Job:
         """Whether this thread is doing it."""
         mine = self._owner.get("") == (threading.get_ident(),)
         return mine and not self._over.is_open
+
+
+def wait_for(future: Any, check: Callable[[], None]) -> None:
+    """Waits for a future, unless it waits for a process that has failed.
+
+    One of Orbax's does: other processes write into what process 0 has made.
+
+    Args:
+        future: of Orbax, or of Python.
+        check: called every second; what it raises ends the wait, and cancels the future.
+
+    Raises:
+        Exception: as `check`, or the work of the future.
+    """
+    while True:
+        started = time.monotonic()
+        try:
+            future.result(timeout=_POLL_SECS)
+            return
+        except TimeoutError:
+            if time.monotonic() - started < _POLL_SECS:
+                raise  # an error of its own
+        try:
+            check()
+        except Exception:
+            future.cancel()
+            with contextlib.suppress(BaseException):
+                future.result(timeout=STOP_SECS)
+            raise

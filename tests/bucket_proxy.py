@@ -42,6 +42,7 @@ class Proxy:
         headers: of the last one.
         bodies: of all.
         delay_secs: that each request takes longer.
+        bytes_per_sec: passed on of what is put, one request after the other; 0: as fast as may be.
         stripped: headers that are left out, in lower case.
     """
 
@@ -57,7 +58,8 @@ class Proxy:
         self.headers: dict[str, str] = {}
         self.bodies: list[bytes] = []
         self.harmed = self.rounds = self._under_way = 0
-        self.delay_secs = 0.0
+        self.delay_secs = self.bytes_per_sec = 0.0
+        self._line = threading.Lock()
         self.stripped: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         proxy = self
@@ -124,6 +126,9 @@ class Proxy:
             self.headers = {k.lower(): v for k, v in asked.headers.items()}
             self.bodies.append(body)
         time.sleep(self.delay_secs)
+        if self.bytes_per_sec:
+            with self._line:
+                time.sleep(len(body) / self.bytes_per_sec)
         harm = self.harm(kind, asked.path, number)
         self.harmed += harm is not None
         if isinstance(harm, int):

@@ -111,6 +111,9 @@ class Files:
         (Path(folder) / ITEM / "whole").write_text(" ".join(held))
         return []
 
+    def make_durable(self, save: Any) -> None:
+        self.note("durable")
+
     def published(self, save: Any) -> Any:
         self.note("published")
         self.at["published"].pass_()
@@ -267,7 +270,7 @@ def test_a_save_goes_through_all_its_stages_in_order(writer: Any) -> None:
     saving.save(1)
     (save,) = saving.end()
     assert save.is_committed and save.error is None and saving.steps() == [1]
-    stages = ["published", "committed", "retired", "ended"]
+    stages = ["durable", "published", "committed", "retired", "ended"]
     assert saving.of(1) == stages
     held = sorted(path.name for path in (saving.root / "1" / ITEM).iterdir())
     assert held == ["0.txt", "whole"] and saving.left() == []
@@ -323,11 +326,27 @@ def test_the_commit_is_told_before_anything_goes_in_its_favour(writer: Any) -> N
     held = list[Stop]()
     saving.save(3, lambda work: held.append(work.at["retire"].shut()))
     assert held[0].reached.wait(30)
-    assert saving.of(3) == ["published", "committed"]
+    assert saving.of(3) == ["durable", "published", "committed"]
     assert saving.steps() == [1, 2, 3] and saving.pipeline.is_busy
     held[0].open()
     (save,) = saving.end()
     assert save.is_committed and saving.steps() == [2, 3]
+
+
+def test_a_save_is_committed_while_the_one_before_retires_and_goes_on_after_it(
+    writer: Any,
+) -> None:
+    saving, held = writer(2), Stop().shut()
+    saving.save(1, lambda work: work.at.update(retire=held))
+    assert held.reached.wait(30)
+    saving.save(2)
+    second = saving.saves[-1]
+    assert second.known.wait(30) and second.is_committed and saving.steps() == [1, 2]
+    time.sleep(0.05)
+    assert saving.of(2) == ["durable"], "what comes after the commit keeps the order"
+    held.open()
+    assert [save.step for save in saving.end()] == [1, 2]
+    assert saving.of(2) == ["durable", "published", "committed", "retired", "ended"]
 
 
 def test_what_rests_on_a_failed_save_is_not_written_to_its_end(writer: Any) -> None:

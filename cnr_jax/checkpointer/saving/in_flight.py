@@ -13,7 +13,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.items import StepItems
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo
 from cnr_jax.checkpointer.save_errors import save_error
-from cnr_jax.checkpointer.saving.pipeline import STOP_SECS, PipelinedSave
+from cnr_jax.checkpointer.saving.pipeline import PipelinedSave
 from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.gaps import Gap
@@ -24,7 +24,7 @@ from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.store import can
 from cnr_jax.repository.store.checked import means_damage
 from cnr_jax.telemetry import SaveReport
-from cnr_jax.waiting import Gate, Job
+from cnr_jax.waiting import STOP_SECS, Gate, Job
 
 
 def _do_nothing() -> None:

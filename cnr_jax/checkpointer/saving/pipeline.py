@@ -1,10 +1,11 @@
 """Saves on their way: each begins, is written, settled on all processes, committed and retired.
 
-    begin -> write -> settle on all processes -> wait for the save before -> seal -> publish
-          -> tell all -> retire what it makes superfluous -> over
+    begin -> write -> settle on all processes -> wait for the commit before -> seal -> publish
+          -> wait for the save before -> tell all -> retire what it makes superfluous -> over
 
 Several may be written at once, and are committed in the order in which they began: each once the
-one before is over. A save that fails takes down those that rest on it, and no other.
+commit of the one before is durable. A save that fails takes down those that rest on it, and no
+other.
 
 The training thread only waits. What begins a save, and what ends it, runs in threads of its own: an
 interrupt (Ctrl-C) can come where it waits, and nowhere else. So no interrupt reaches a handler, an
@@ -49,13 +50,9 @@ from cnr_jax.format.names import step_number
 from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.texts import logger
-from cnr_jax.waiting import Job
+from cnr_jax.waiting import STOP_SECS, Gate, Job, wait_for
 
 _log = logger(__name__)
-# How often a process looks whether process 0 has failed, while it waits for something else.
-POLL_SECS = 1.0
-# How long a failed save is waited for to stop writing; it does within a chunk or two.
-STOP_SECS = 60.0
 
 
 class Work(Protocol):
@@ -85,8 +82,12 @@ class Work(Protocol):
         """
         ...
 
+    def make_durable(self, save: Any) -> None:
+        """On process 0, right after the commit: from then on another may rest on it."""
+        ...
+
     def published(self, save: Any) -> Any:
-        """On process 0, right after the commit; what it returns, of JSON types, all are told."""
+        """On process 0, once those before are over; all are told what it returns, of JSON types."""
         ...
 
     def committed(self, save: Any, told: Any) -> None:
@@ -120,6 +121,7 @@ class PipelinedSave:
         error: why it failed, or what comes after its commit.
         agreed_at_secs: reading of `time.perf_counter` when all processes knew that it is written.
         is_committed: whether it is, as far as this process knows.
+        known: opened when it is known whether it is.
         thread: that does all that is left to do once it has begun.
     """
 
@@ -128,6 +130,7 @@ class PipelinedSave:
     error: errors.CnrError | None = None
     agreed_at_secs: float | None = None
     is_committed: bool = False
+    known: Gate = dataclasses.field(default_factory=Gate)
     thread: Job = dataclasses.field(default_factory=Job)
 
     @property
@@ -323,7 +326,7 @@ class SavePipeline(Generic[S]):
     def _fallen(self, save: S) -> S | None:
         """The failed save that takes a save down, as that rests on it; None if there is none."""
         below = (s for s in tuple(self._saves) if s.attempt.nonce == save.rests_on)
-        return next((s for s in below if s.is_over and not s.is_committed), None)
+        return next((s for s in below if s.known.is_open and not s.is_committed), None)
 
     # The beginning.
 
@@ -338,6 +341,7 @@ class SavePipeline(Generic[S]):
         try:
             prepare(save)
         except BaseException:
+            save.known.open()
             save.thread.give_up()  # nothing is left to do
             raise
         beginning.stages(functools.partial(self._work.cancel, save))
@@ -416,8 +420,9 @@ class SavePipeline(Generic[S]):
     def _commit(self, save: S) -> Any:
         """Waits for its turn, and has process 0 commit it; returns what that has told."""
         saves = tuple(self._saves)
-        for earlier in saves[: saves.index(save)]:
-            earlier.thread.wait()
+        before = saves[: saves.index(save)]
+        for earlier in before:
+            earlier.known.wait()
         # Now, not when it began: that one may have failed since.
         if (fallen := self._fallen(save)) is not None:
             raise taken_down(save.step, fallen.step, fallen.error)
@@ -431,6 +436,10 @@ class SavePipeline(Generic[S]):
             # From here on it is committed, whatever fails.
             save.is_committed = True
             try:
+                self._work.make_durable(save)
+                save.known.open()
+                for earlier in before:
+                    earlier.thread.wait()
                 return self._work.published(save)
             except Exception as error:
                 save.error = after_commit(error, save.step)
@@ -444,6 +453,9 @@ class SavePipeline(Generic[S]):
             if not self._is_published(save.attempt):
                 raise
         save.is_committed = True
+        save.known.open()
+        for earlier in before:
+            earlier.thread.wait()
         self._work.committed(save, told)
         return told
 
@@ -492,6 +504,7 @@ class SavePipeline(Generic[S]):
                 # Else it would be written in vain.
                 each.error = taken_down(each.step, save.step, save.error)
                 self._work.cancel(each, each.error)
+        save.known.open()
         try:
             self._work.failed(save, save.error)
         except Exception:
@@ -507,6 +520,7 @@ class SavePipeline(Generic[S]):
             _log.warning("what step %d has written stays: %s", save.step, failure)
 
     def _end(self, save: S) -> None:
+        save.known.open()
         try:
             self._work.ended(save)
         except Exception:
@@ -561,32 +575,6 @@ class _Beginning(Generic[S]):
         cancel = self._cancel
         if cancel is not None:
             cancel(self._why)
-
-
-def wait_for(future: Any, check: Callable[[], None]) -> None:
-    """Waits for a future, unless it waits for a process that has failed.
-
-    One of Orbax's does: other processes write into what process 0 has made.
-
-    Args:
-        future: of Orbax, or of Python.
-        check: called every second; what it raises ends the wait, and cancels the future.
-    """
-    while True:
-        started = time.monotonic()
-        try:
-            future.result(timeout=POLL_SECS)
-            return
-        except TimeoutError:
-            if time.monotonic() - started < POLL_SECS:
-                raise  # an error of its own
-        try:
-            check()
-        except errors.CnrError:
-            future.cancel()
-            with contextlib.suppress(BaseException):
-                future.result(timeout=STOP_SECS)
-            raise
 
 
 def _told(error: BaseException, save: PipelinedSave) -> errors.CnrError:

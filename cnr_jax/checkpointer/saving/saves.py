@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from cnr_jax import errors
@@ -380,20 +381,35 @@ class Saves:
     def seal(self, save: SaveInFlight, folder: AnyPath) -> Collection[str]:
         """Ends what is written of a step; names what of it is durable already."""
         assert save.step_items is not None
-        save.step_items.finalize(folder)
-        self._before_commit()
-        self._lifecycle.look_before(save)
+        with self._looking(save):
+            save.step_items.finalize(folder)
+            self._before_commit()
         own = [save.item] if save.decided else []
         return [*own, names.ORBAX_METADATA]
 
-    def published(self, save: SaveInFlight) -> Any:
-        """Makes a commit durable; says which steps go."""
+    @contextlib.contextmanager
+    def _looking(self, save: SaveInFlight) -> Iterator[None]:
+        """Looks at what a save rests on: last of all, or meanwhile where a look is a request."""
+        if can(self.steps.root).cheap_looks:
+            yield
+            self._lifecycle.look_before(save)
+            return
+        with concurrent.futures.ThreadPoolExecutor(1, "cnr_look") as pool:
+            looking = pool.submit(self._lifecycle.look_before, save)
+            yield
+        looking.result()
+
+    def make_durable(self, save: SaveInFlight) -> None:
+        """Makes a commit durable."""
         try:
             self._committer.settle(save.attempt)
         except OSError as error:
             self._lifecycle.synced(error)
             raise
         self._lifecycle.synced(None)
+
+    def published(self, save: SaveInFlight) -> Any:
+        """Says which steps go."""
         plan = save.decided
         left = plan.abandoned if plan and plan.leaves_behind else ()
         self._writer.show(save.attempt.directory, left)
