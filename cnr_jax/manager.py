@@ -19,7 +19,7 @@ from cnr_jax.args import (
     state_to_save,
 )
 from cnr_jax.checkpointer.listing import Listing
-from cnr_jax.checkpointer.multihost import all_succeed
+from cnr_jax.checkpointer.multihost import all_succeed, on_primary
 from cnr_jax.checkpointer.orbax_compat.items import Items, metrics_of
 from cnr_jax.checkpointer.orbax_compat.logs import shorten_logs
 from cnr_jax.checkpointer.orbax_compat.options import (
@@ -38,14 +38,15 @@ from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Course
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.saving.saves import Saves, as_json
+from cnr_jax.checkpointer.saving.tiers import tiers_of
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.handler import handler_registry
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.causes import as_root_errors, using_root
-from cnr_jax.repository.layout import open_root
-from cnr_jax.repository.store import asking_once
-from cnr_jax.repository.upkeep.verify import Level, Problem
+from cnr_jax.repository.mirroring.mirror import MirrorReport
+from cnr_jax.repository.store import asking_once, is_directory
+from cnr_jax.repository.upkeep.verify import Level, Problem, verify
 from cnr_jax.state.table import Tables
 from cnr_jax.telemetry import RestoreReport, SaveReport
 from cnr_jax.texts import logger
@@ -65,7 +66,9 @@ class CheckpointManager(ocp.CheckpointManager):
 
     Args:
         root: directory of the checkpoints; made if missing, unless the manager only reads. A
-            local path, or a URL of `file://`, `gs://` or `s3://`.
+            local path, or a URL of `file://`, `gs://` or `s3://`. With `Options.near` it is the
+            mirror of the root in which saves commit, and what is said here of the root is said of
+            that one.
         tables: from `find_tables`. None: only restoring is possible, for inspection.
         options: what is particular to this library.
         orbax_options: Orbax's own. What its `max_to_keep`, `keep_period` or `preservation_policy`
@@ -114,10 +117,21 @@ class CheckpointManager(ocp.CheckpointManager):
         orbax_options = checked_orbax_options(orbax_options)
         registry = handler_registry(tables, options)
         self._handler = handler = registry.handler
-        self._channel, self._root = handler.channel, ExactPath(open_root(root))
-        handler.serve_manager(self._root, step_names(orbax_options))
         handler.may_save &= not orbax_options.read_only
-        kept = with_retention(orbax_options, options, registry.preservation_policy)
+        is_step = step_names(orbax_options)
+        tiers = tiers_of(
+            root,
+            options,
+            is_step,
+            writes=handler.may_save,
+            full_bytes=handler.widening.stored_bytes,
+        )
+        self._channel, self._root = handler.channel, ExactPath(tiers.root)
+        handler.serve_manager(self._root, is_step)
+        self._mirror = handler.lifecycle.mirror = tiers.mirror(options, is_step)
+        handler.lifecycle.near_problem = tiers.problem
+        policy = tiers.policy(options, self._is_far)
+        kept = with_retention(orbax_options, policy, registry.preservation_policy)
         writer = handler.writer
         self._steps = Steps(
             self._root, kept, lambda: writer.ledger.left if writer.ledger else ()
@@ -129,7 +143,11 @@ class CheckpointManager(ocp.CheckpointManager):
         base = options_of_base(kept, Unseen(self._steps))
         with asking_once():
             with as_root_errors(self._root):
-                made = self._listing.open(item, writes=handler.may_save)
+                made = self._listing.open(
+                    item,
+                    writes=handler.may_save,
+                    recovers=lambda: self._mirror and self._mirror.bring_back(),
+                )
                 super().__init__(
                     self._root,
                     options=base,
@@ -146,6 +164,14 @@ class CheckpointManager(ocp.CheckpointManager):
                 raise
         # Last: without a manager nobody would act on a signal that is noted.
         self._course.listen()
+        if self._mirror is not None:
+            self._mirror.start()
+
+    def _is_far(self, step: int) -> bool:
+        """Whether a step is in the mirror."""
+        ledger = self._handler.ledger
+        entry = ledger.by_step(step) if ledger is not None else None
+        return bool(entry and self._mirror and self._mirror.has(entry.uuid))
 
     def _make_saves(
         self, orbax_options: ocp.CheckpointManagerOptions, options: Options
@@ -205,6 +231,11 @@ class CheckpointManager(ocp.CheckpointManager):
         failed, its `kind` is `"after_commit"`.
         """
         return self._handler.lifecycle.last_failure
+
+    @property
+    def mirror_report(self) -> MirrorReport | None:
+        """How far the mirror is behind, and what it has done; None if this copies to none."""
+        return self._mirror.report() if self._mirror is not None else None
 
     def latest_step(self) -> int | None:
         """The step that `restore(None)` takes: the newest whole one of the newest branch.
@@ -370,6 +401,8 @@ class CheckpointManager(ocp.CheckpointManager):
         # An error may be of one process alone; other processes must not go on without it.
         all_succeed(self._channel, self.wait_until_finished)
         self._saves.settle()
+        if step is not None and directory is None:
+            self._bring_back(step)
         taken, restored, item = restore(
             step,
             args,
@@ -379,6 +412,7 @@ class CheckpointManager(ocp.CheckpointManager):
             listing=self._listing,
             channel=self._channel,
             resume=self._handler.resume,
+            mend=lambda name: self._mirror is not None and self._mirror.mend(name),
         )
         is_named = isinstance(restored, ocp.args.Composite)
         state = restored.get(item) if is_named else restored
@@ -393,6 +427,17 @@ class CheckpointManager(ocp.CheckpointManager):
         if not self._steps.options.read_only:
             self._warm_up.compile(*self._handler.planning.foreseen())
         return as_asked(args, restored, item, state.state) if ours else restored
+
+    def _bring_back(self, step: int) -> None:
+        """Brings a step from the mirror that the root lacks, before it is restored."""
+        given = self._handler.options
+        if (given.mirror or given.near) is None or step in self._steps.numbers():
+            return
+        if on_primary(
+            self._channel,
+            lambda: self._mirror is not None and self._mirror.bring_back(step),
+        ):
+            self._listing.reload()
 
     def metadata(self, step: int | None = None) -> Any:
         """What Orbax says of the root, or of a step.
@@ -427,12 +472,16 @@ class CheckpointManager(ocp.CheckpointManager):
 
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:
-        """What is wrong in the root of this manager; see `cnr_jax.verify`.
+        """What is wrong in the root of this manager, then in its mirror; see `cnr_jax.verify`.
 
-        Steps that are found damaged are not listed any more, nor taken as parents. With
-        several processes call it on all of them, or on process 0: each notes what it finds.
+        `Problem.root` tells them apart. Steps that are found damaged in its own are not listed any
+        more, nor taken as parents. With several processes call it on all of them, or on process 0:
+        each notes what it finds.
         """
-        return self._listing.verify(level)
+        found = self._listing.verify(level)
+        if self._mirror is not None and is_directory(self._mirror.target):
+            found += verify(self._mirror.target, level, item=self._listing.item)
+        return found
 
     @alone
     def delete(self, step: int) -> None:
@@ -488,6 +537,7 @@ class CheckpointManager(ocp.CheckpointManager):
     def close(self) -> None:
         """Waits for the saves that are being written, and for `on_save`; frees what is held.
 
+        With a mirror it waits too until that has the last step, `Options.timeout_secs` at most.
         A program that ends without it, or `with`, may lose its last saves. Again it does nothing,
         but end what an interrupt has kept the first call from. In a forked process it does nothing.
 
@@ -504,6 +554,8 @@ class CheckpointManager(ocp.CheckpointManager):
         finally:
             self._close()
             self._handler.lifecycle.listener.close()
+            if self._mirror is not None:
+                self._mirror.close(self._handler.options.timeout_secs)
 
     @alone
     def _close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast, get_args
 
@@ -160,6 +161,20 @@ class Options:
             save tries that by an object that it removes again, and raises OptionError if they are
             ignored. True says that never two programs save there at a time: nothing finds out if
             they do, and steps of both may be lost.
+        mirror: another root, on another disk or in a bucket, to which a thread of process 0 copies
+            each committed step. No save waits for it. When a manager with tables is opened, or
+            restores a step by number, what the root lacks comes back from it, and what a restore
+            finds damaged is mended by it. See docs/guides/mirrors.md.
+        mirror_keep: steps that stay in the mirror, the newest ones, and what these rest on. None
+            keeps all, whatever the root keeps.
+        mirror_bytes_per_sec: bytes that are written to the mirror in a second, at most. None sets
+            no limit.
+        near: a local path, such as one below /dev/shm, where saves commit; the root of the manager
+            is its mirror then. A run of one process that restarts on the same host restores from
+            there, and from the root where that has newer steps. What is saved is lost with the
+            host until the mirror has it, as reports say. `mirror_keep` says what stays in the root.
+        near_steps: steps that stay near, the newest ones, and what they rest on. What is not in the
+            root yet stays too.
         save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
             it SIGTERM ends the program. With `jax.distributed.initialize` jax listens for it, and
             this changes nothing. Processes that the run forks do not listen. See
@@ -199,6 +214,11 @@ class Options:
     new_run: bool = False
     adopt: bool = False
     single_writer: bool = False
+    mirror: str | os.PathLike[str] | None = None
+    mirror_keep: int | None = None
+    mirror_bytes_per_sec: int | None = None
+    near: str | os.PathLike[str] | None = None
+    near_steps: int = 2
 
     def __post_init__(self) -> None:
         unset_nones(self, ("codec", "bits", "expected_restores", "rounding"))
@@ -206,6 +226,7 @@ class Options:
         self._check_policy()
         self._check_kinds()
         self._check_tracking()
+        self._check_mirror()
         if self.staging not in ("auto", "host", "device"):
             raise errors.OptionError(
                 f"staging {self.staging!r} is not known, expected 'auto', 'host' or 'device'"
@@ -325,6 +346,39 @@ class Options:
     def kept_staging_bytes(self) -> int:
         """Bytes of staging memory that may lie idle between saves."""
         return self.max_staging_bytes if self.keep_staging else 0
+
+    def _check_mirror(self) -> None:
+        for name in ("mirror", "near"):
+            where: Any = getattr(self, name)
+            if where is not None and not isinstance(where, str | os.PathLike):
+                raise errors.OptionError(
+                    f"{name} is {where!r}, expected the path of another root"
+                )
+        for name in ("mirror_keep", "mirror_bytes_per_sec", "near_steps"):
+            value: Any = getattr(self, name)
+            if value is None and name != "near_steps":
+                continue
+            if (integer(value) or 0) < 1:
+                raise errors.OptionError(
+                    f"{name} is {value!r}, expected a positive integer"
+                )
+            if name != "near_steps" and self.mirror is None and self.near is None:
+                raise errors.OptionError(
+                    f"{name} is {value!r}, but there is no mirror\n"
+                    '  hint: mirror="s3://bucket/run"'
+                )
+        others = {
+            "mirror": self.mirror is not None,
+            "new_run": self.new_run,
+            "preservation_policy": self.preservation_policy is not None,
+        }
+        given = [name for name, is_given in others.items() if is_given]
+        if self.near is not None and given:
+            raise errors.OptionError(
+                f"near and {given[0]} do not go together: the root is the mirror of what is near\n"
+                "  hint: mirror_keep=N says which steps stay in the root, near_steps=N which stay"
+                " near; a new run begins in a root of its own"
+            )
 
     def _check_tracking(self) -> None:
         known = get_args(Tracking)

@@ -74,6 +74,13 @@ class SaveReport:
             keep it, or files are gone of a checkpoint that it was to rest on, or files of its own,
             as was seen right after its commit. The last only process 0 reports.
         problem: why it was dropped, in a line; empty if it was not.
+        mirror_lag_steps: number of committed steps that are not in the mirror, this one among them:
+            lost with the root. None without a mirror, and on other processes than 0.
+        mirror_lag_secs: seconds since the oldest of these was committed.
+        mirror_backlog_bytes: bytes of these.
+        mirror_problem: why steps are not copied to the mirror, in a line; empty if they are.
+        near_problem: why it was saved to the root directly, though `Options.near` is given; empty
+            if it was not.
         damaged: path below the root of the file that is missing or cut short, beginning with the
             directory of its step; None if that is not the problem.
     """
@@ -110,6 +117,11 @@ class SaveReport:
     problem: str = ""
     damaged: str | None = None
     inherited: tuple[str, ...] = ()
+    mirror_lag_steps: int | None = None
+    mirror_lag_secs: float | None = None
+    mirror_backlog_bytes: int | None = None
+    mirror_problem: str = ""
+    near_problem: str = ""
 
     @property
     def total_bytes(self) -> int:

@@ -64,6 +64,7 @@ PARTS = {
 PLAIN = (
     "causes",
     "course",
+    "committer",
     "describe",
     "description",
     "dtypes",
@@ -72,6 +73,7 @@ PLAIN = (
     "markers",
     "index",
     "metrics",
+    "mirroring",
     "orbax_steps",
     "step",
     "store",

@@ -221,7 +221,7 @@ def test_parents_of_what_a_rule_keeps_stay_and_all_else_goes(rule: str) -> None:
         asked = ocp.CheckpointManagerOptions(**options())
         policy: Any = with_retention(
             asked,
-            cnr.Options(),
+            None,
             lambda own, root=root: ChainPreservation(own, lambda: root.ledger),
         ).preservation_policy
         for step in range(1, SAVES + 1):

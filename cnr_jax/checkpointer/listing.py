@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 from etils import epath
@@ -76,12 +77,16 @@ class Listing:
         self._writes = False
         self.item: str | None = None
 
-    def open(self, item: str | None, *, writes: bool) -> list[AnyPath]:
+    def open(
+        self, item: str | None, *, writes: bool, recovers: Callable[[], object]
+    ) -> list[AnyPath]:
         """Reads the root before Orbax makes it.
 
         Args:
             item: name of the item that holds the state; None: the one that is found.
             writes: whether the manager saves.
+            recovers: brings back what the root lacks, before it is read; on process 0 of a manager
+                that saves.
 
         Returns:
             The directories that will be made.
@@ -102,9 +107,13 @@ class Listing:
             check_is_here(self._root)
             return made
         # Process 0 undoes an unfinished rollback before any process reads the root.
-        on_primary(self._channel, lambda: recover(self._root))
+        on_primary(self._channel, functools.partial(self._recover, recovers))
         all_succeed(self._channel, lambda: self._read(item))
         return made
+
+    def _recover(self, recovers: Callable[[], object]) -> None:
+        recover(self._root)
+        recovers()
 
     def _read(self, item: str | None) -> None:
         """Finds the item that holds the state, if it is not named; reads its ledger."""

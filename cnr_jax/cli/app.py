@@ -14,6 +14,7 @@ from cnr_jax.cli.exit_codes import Verbs, verb
 from cnr_jax.cli.explain import explain
 from cnr_jax.cli.export import export
 from cnr_jax.cli.ls import ls
+from cnr_jax.cli.mirror import mirror
 from cnr_jax.cli.printing import print_text
 from cnr_jax.cli.prune import prune
 from cnr_jax.cli.report.verb import report
@@ -29,7 +30,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Looks into a root of checkpoints of cnr_jax. Only `prune --yes` changes it.",
+    help="Looks into a root of checkpoints of cnr_jax. Only `prune --yes` and `mirror --repair`"
+    " change it.",
 )
 
 
@@ -57,5 +59,5 @@ for each in (ls, show, verify, explain, diff):
     app.command()(verb(each))
 # So that -1 is a row, and no option.
 app.command(context_settings={"ignore_unknown_options": True})(verb(rows))
-for each in (bits, export, report, advise, cost, simulate, prune):
+for each in (bits, export, report, advise, cost, simulate, prune, mirror):
     app.command()(verb(each))

@@ -212,6 +212,8 @@ class ConditionalCommitter:
         if held:
             self._check_claim()
             found = store_of(note).read_version(note)
+        if found and found[0] == attempt.nonce.encode():
+            return  # it is taken up again, and goes on with what it has put there
         try:
             version = found[1] if found else None
             store_of(note).swap(note, attempt.nonce.encode(), version)
@@ -243,6 +245,27 @@ class ConditionalCommitter:
 
     def _holds(self, attempt: Attempt) -> bool:
         return _is_named_in(attempt, names.ATTEMPT)
+
+
+def committer_for(
+    root: AnyPath,
+    discard: Callable[[str], None],
+    check_claim: Callable[[], None],
+    mode: int | None = None,
+) -> Committer:
+    """How steps of a root are committed: by a rename where its store can, else by a file.
+
+    Args:
+        root: that holds the steps.
+        discard: removes a folder of the root that no reader lists.
+        check_claim: raises if the root was taken over by another writer.
+        mode: of the folders that are made; None: as the system makes them.
+    """
+    if can(root).renames:
+        return RenameCommitter(discard, mode)
+    if can(root).conditions:
+        return ConditionalCommitter(check_claim)
+    return MarkerCommitter(check_claim, mode)
 
 
 def _is_named_in(attempt: Attempt, name: str) -> bool:

@@ -9,13 +9,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from cnr_jax import errors
-from cnr_jax.options import Options
-from cnr_jax.repository.committer import (
-    Committer,
-    ConditionalCommitter,
-    MarkerCommitter,
-    RenameCommitter,
-)
+from cnr_jax.repository.committer import Committer, committer_for
+from cnr_jax.repository.mirroring.near import NearSteps
 from cnr_jax.repository.store import AnyPath, can
 
 
@@ -80,25 +75,30 @@ def check_deletion(root: AnyPath, options: ocp.CheckpointManagerOptions) -> None
 
 def with_retention(
     orbax_options: ocp.CheckpointManagerOptions,
-    options: Options,
+    own: Any,
     wrap: Callable[[Any], Any],
 ) -> ocp.CheckpointManagerOptions:
     """Options in which a single policy retains steps, whichever way the user asked for one.
 
     Args:
         orbax_options: the user's.
-        options: the user's own policy may be here instead.
+        own: the user's own policy may be here instead, or that of a near root.
         wrap: makes the policy from the user's own, which is None where all is to be kept.
 
     Raises:
         OptionError: if retention is given twice.
     """
-    own, theirs = options.preservation_policy, orbax_options.preservation_policy
+    theirs = orbax_options.preservation_policy
     classic = (
         orbax_options.max_to_keep is not None  # 0: nothing is kept, as by Orbax
         or orbax_options.keep_period
         or orbax_options.keep_time_interval
     )
+    if isinstance(own, NearSteps) and (theirs is not None or classic):
+        raise errors.OptionError(
+            "with Options(near=...) orbax_options retain no steps: the root is a mirror\n"
+            "  hint: Options(mirror_keep=N) says which steps stay there"
+        )
     if own is not None and (theirs is not None or classic):
         raise errors.OptionError(
             "retention is given twice: options.preservation_policy and orbax_options"
@@ -195,11 +195,7 @@ def committer_of(
         check_claim: raises if the root was taken over by another writer.
     """
     mode = options.file_options.path_permission_mode
-    if can(root).renames:
-        return RenameCommitter(discard, mode)
-    if can(root).conditions:
-        return ConditionalCommitter(check_claim)
-    return MarkerCommitter(check_claim, mode)
+    return committer_for(root, discard, check_claim, mode)
 
 
 def options_of_base(

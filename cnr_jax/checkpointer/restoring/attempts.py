@@ -62,6 +62,7 @@ def restore(
     listing: Listing,
     channel: Channel,
     resume: Callable[[Any], None],
+    mend: Callable[[str], bool],
 ) -> tuple[int, Any, str]:
     """Restores a step, on all processes alike.
 
@@ -74,6 +75,8 @@ def restore(
         listing: listing of the manager's steps.
         channel: channel to the other processes.
         resume: function that goes on saving from the restored step.
+        mend: function that mends a step of the manager's root, by its folder, if it can; whether
+            it did. Called on process 0.
 
     Returns:
         The number of the step, the restored items, and the name of the state's item.
@@ -81,10 +84,7 @@ def restore(
     Raises:
         CnrError: see `CheckpointManager.restore`.
     """
-    elsewhere = None
-    if directory is not None:
-        elsewhere = ExactPath(open_root(directory))
-        all_succeed(channel, lambda: listing.check_holds(elsewhere, step))
+    elsewhere = _other_root(directory, step, listing, channel)
     root, item = elsewhere or steps.root, listing.item
     if elsewhere or item is None:
         # Another root may call the state otherwise, and so may the arguments.
@@ -95,7 +95,7 @@ def restore(
     def ledger() -> Ledger:
         return listing.ledger_of(root, item) if elsewhere else listing.ledger
 
-    chooser = StepChooser(root, item, ledger)
+    chooser = StepChooser(root, item, ledger, None if elsewhere else mend)
     if step is None:
         all_succeed(channel, lambda: chooser.ledger)
     elif elsewhere is None:
@@ -129,6 +129,8 @@ def restore(
                 continue
             if not isinstance(error, errors.DAMAGE):
                 raise
+            if on_primary(channel, functools.partial(chooser.mend, name)):
+                continue
             # Of such a step nothing is damaged: passed over, it would make way for others.
             is_whole = error.kind == UNKNOWN
             (chooser.explain if is_whole else chooser.note)(taken, error)
@@ -140,6 +142,20 @@ def restore(
         resume(attempt.resumption)
     chooser.warn(taken, asked_for=step is not None)
     return taken, restored, asked
+
+
+def _other_root(
+    directory: epath.PathLike | None,
+    step: int | None,
+    listing: Listing,
+    channel: Channel,
+) -> epath.Path | None:
+    """The root that is to be restored from, if it is not the manager's; it holds the step."""
+    if directory is None:
+        return None
+    root = ExactPath(open_root(directory))
+    all_succeed(channel, lambda: listing.check_holds(root, step))
+    return root
 
 
 def _check_asked(args: Any, asked: str, held: AnyPath) -> None:
@@ -198,10 +214,18 @@ class StepChooser:
         item: name of the item in them.
         ledger: function that reads the ledger of the root when it is first needed; damage that is
             found is noted in that ledger.
+        mend: function that mends a step, by its folder, if it can; whether it did. None: none can.
     """
 
-    def __init__(self, root: AnyPath, item: str, ledger: Callable[[], Ledger]) -> None:
+    def __init__(
+        self,
+        root: AnyPath,
+        item: str,
+        ledger: Callable[[], Ledger],
+        mend: Callable[[str], bool] | None,
+    ) -> None:
         self._root, self._item, self._read = root, item, ledger
+        self._mend, self._mended = mend, {""}
         self._has_asked_again = False
 
     @functools.cached_property
@@ -241,6 +265,12 @@ class StepChooser:
         raise errors.NoStepError.nothing_restores(
             os.fspath(self._root), ledger.obstacles(), hint
         )
+
+    def mend(self, directory: str) -> bool:
+        """Mends a damaged step, once; whether that did anything."""
+        is_first = directory not in self._mended
+        self._mended.add(directory)
+        return is_first and self._mend is not None and self._mend(directory)
 
     def note(self, step: int, error: errors.CnrError) -> None:
         """Notes that a step is damaged; adds to the error what only the root tells.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 
 import jax
@@ -19,11 +20,13 @@ from cnr_jax.checkpointer.saving.listener import Listener
 from cnr_jax.checkpointer.saving.reporting import (
     report_of_committed,
     report_of_dropped,
+    with_mirror,
 )
 from cnr_jax.format.manifest import HistoryEntry, Manifest
 from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.options import Options
 from cnr_jax.repository.index.planner import Planner, SavePlan
+from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.texts import logger
@@ -51,6 +54,8 @@ class Lifecycle:
         report: of the last save that was committed or dropped.
         last_failure: why the save that ended last failed, without frames; None if it did not.
         listener: is told of committed saves.
+        mirror: where committed saves are copied to; None: nowhere, or by another process.
+        near_problem: why saves go to the root though they are to go near; empty: they are not.
         doubt: why the save committed last may not survive a power cut, though it is committed.
     """
 
@@ -66,6 +71,8 @@ class Lifecycle:
         self.listener = Listener(options.on_save, metrics=options.metrics)
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None
+        self.mirror: Mirror | None = None
+        self.near_problem = ""
         self.doubt = ""
         self.managed = False
         self.open: list[SaveInFlight] = []
@@ -351,7 +358,9 @@ class Lifecycle:
         if known is None:
             return
         try:
-            report = make(known)
+            report = make(dataclasses.replace(known, near_problem=self.near_problem))
+            if self.mirror is not None and report.outcome == "committed":
+                report = with_mirror(report, self.mirror, flight.plan.uuid)
         except Exception:
             # What became of the save stays so, and this may be the middle of the next one, for
             # which other processes wait.

@@ -246,18 +246,9 @@ class Widening:
         """Says how many bytes all rows take if all of their bits are saved."""
         if plan.kind != "full":
             return
-        exact = usual = 0
-        auto_bits = self.bits(plan.restores, motion)
-        widths = self.widths(auto_bits)
-        for name, table in self._tables.items():
-            for leaf in table.leaves:
-                width, bits = math.prod(leaf.shape[1:]), widths.get(name)
-                codec = self.encoding.codec_for(
-                    name, leaf.name, width, leaf.dtype, bits
-                )
-                parts = codec.parts(width, leaf.dtype)
-                exact += leaf.nbytes
-                usual += leaf.shape[0] * bytes_of(parts)
+        tables = self._tables.values()
+        exact = sum(leaf.nbytes for table in tables for leaf in table.leaves)
+        usual = self.stored_bytes(self.bits(plan.restores, motion))
         _log.info(
             "step %d is saved exactly: rows of tables and slots take %s bytes, with the codecs"
             " of the run %s",
@@ -265,6 +256,22 @@ class Widening:
             f"{exact:,}",
             f"{usual:,}",
         )
+
+    def stored_bytes(self, auto_bits: int | None = None) -> int:
+        """Bytes of all rows of tables and slots, by their codecs.
+
+        Args:
+            auto_bits: of tables that are not small; None: those of the expected restores.
+        """
+        found, widths = 0, self.widths(auto_bits)
+        for name, table in self._tables.items():
+            for leaf in table.leaves:
+                width, bits = math.prod(leaf.shape[1:]), widths.get(name)
+                codec = self.encoding.codec_for(
+                    name, leaf.name, width, leaf.dtype, bits
+                )
+                found += leaf.shape[0] * bytes_of(codec.parts(width, leaf.dtype))
+        return found
 
     def widths(self, auto_bits: int | None, codec: str | None = None) -> dict[str, int]:
         """Bits of the codes of each table's leaves, where options leave them to the restores.

@@ -502,6 +502,12 @@ class Chains:
         """Entries in the chain of a step directory, itself included; 0 if it has no entry."""
         return self._derive().standing.get(directory, NOWHERE).depth
 
+    @staticmethod
+    def own_bytes(entry: Entry) -> int:
+        """Bytes of an entry itself: its rows, its dense leaves."""
+        dense_bytes = entry.manifest.totals.dense_bytes if entry.manifest else 0
+        return entry.rows_bytes + dense_bytes
+
     def restore_bytes(self, entry: Entry) -> int:
         """Bytes that a restore of an entry reads at most: rows of its chain, its dense leaves."""
         standing = self._derive().standing.get(entry.directory, NOWHERE)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -160,6 +161,10 @@ class Store(Protocol):
 
     def bytes_below(self, folder: AnyPath) -> int:
         """Bytes of all files in a folder; of a link none, as what it leads to stays."""
+        ...
+
+    def free_bytes(self, path: AnyPath) -> int:
+        """Bytes for which there is room where a folder is, or will be made."""
         ...
 
     def quick(self, path: AnyPath) -> AnyPath:
@@ -384,6 +389,9 @@ class Objects:
 
     def state_of(self, path: AnyPath) -> tuple[int, ...] | None:
         return None
+
+    def free_bytes(self, path: AnyPath) -> int:
+        return sys.maxsize
 
     def quick(self, path: AnyPath) -> AnyPath:
         return path

@@ -160,7 +160,7 @@ def read_checked(directory: AnyPath, expected: FileDigest) -> bytes:
     path = directory / expected.path
     with reading(path):
         data = read_all(path)
-    _check_digest(digest_of(expected.path, data), expected, path)
+    check_digest(digest_of(expected.path, data), expected, path)
     return data
 
 
@@ -173,7 +173,7 @@ def check_file(directory: AnyPath, expected: FileDigest) -> None:
     path = directory / expected.path
     with reading(path):
         got = digest_file(path, expected.path)
-    _check_digest(got, expected, path)
+    check_digest(got, expected, path)
 
 
 def check_size(path: AnyPath, expected: int) -> None:
@@ -358,8 +358,8 @@ def _state(path: AnyPath) -> tuple[int, ...] | None:
         return store_of(path).state_of(path)
 
 
-def _check_digest(got: FileDigest, expected: FileDigest, path: AnyPath) -> None:
-    """Compares two digests.
+def check_digest(got: FileDigest, expected: FileDigest, path: AnyPath) -> None:
+    """Compares the digest of a file with that which a manifest tells.
 
     Raises:
         IntegrityError: if they differ.

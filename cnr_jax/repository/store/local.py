@@ -151,6 +151,10 @@ class LocalStore(Streams):
                     total += os.lstat(f"{at}/{name}").st_size
         return total
 
+    def free_bytes(self, path: AnyPath) -> int:
+        found = os.statvfs(os.fspath(self._nearest(path)))
+        return found.f_bavail * found.f_frsize
+
     def quick(self, path: AnyPath) -> AnyPath:
         return Path(os.fspath(path))
 

@@ -181,7 +181,7 @@ def prune(
         if not delete:
             fates = fates_in(Ledger.load(path, held, adopts=True))
             return PrunePlan(root=os.fspath(path), fates=fates)
-        with _claimed(path, held, writer_is_dead=writer_is_dead) as (writer, ledger):
+        with claimed(path, held, writer_is_dead=writer_is_dead) as (writer, ledger):
             fates = fates_in(ledger)
             going = [fate.name for fate in fates if not fate.stays]
             steps = children_first(ledger, (n for n in going if n in ledger.entries))
@@ -229,10 +229,16 @@ def _item_of(root: store.AnyPath, item: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _claimed(
-    root: store.AnyPath, item: str, *, writer_is_dead: bool
+def claimed(
+    root: store.AnyPath, item: str, *, writer_is_dead: bool, not_done: str = "deleted"
 ) -> Iterator[tuple[RootWriter, Ledger]]:
     """The writer of a root that nobody else saves to meanwhile, and what is in the root.
+
+    Args:
+        root: that is claimed.
+        item: of its steps.
+        writer_is_dead: the manager that saved there last has ended, whatever is seen of it.
+        not_done: what was done to nothing if it is refused.
 
     Raises:
         WriterError: if somebody may.
@@ -260,7 +266,7 @@ def _claimed(
             seen = "which is running" if runs else "of which no more is seen from here"
             got = f"{before}, {seen}"
         raise errors.WriterError(
-            f"{who}: nothing was deleted\n  got {got}\n  hint: {hint}",
+            f"{who}: nothing was {not_done}\n  got {got}\n  hint: {hint}",
             kind="writer_busy",
         )
     writer = RootWriter(lambda: True, adopts=True)

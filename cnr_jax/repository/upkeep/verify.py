@@ -43,6 +43,7 @@ class Problem:
         consequence: names of the step directories that cannot be restored because of it;
             empty for what does no harm.
         message: what is wrong, for people.
+        root: path of the root: that of a manager, or that of its mirror.
     """
 
     directory: str
@@ -50,6 +51,7 @@ class Problem:
     kind: str
     consequence: tuple[str, ...]
     message: str
+    root: str = ""
 
     def __str__(self) -> str:
         """One line."""
@@ -155,7 +157,9 @@ def _problems(
         found += _of_orbax(path, name)
     # A run may be saving there: what has gone meanwhile has no problem.
     return tuple(
-        sorted(each for each in found if store.is_named(path / each.directory))
+        dataclasses.replace(each, root=os.fspath(path))
+        for each in sorted(found)
+        if store.is_named(path / each.directory)
     )
 
 

@@ -1,0 +1,112 @@
+"""Which root a manager saves to, and which one mirrors it, as the options say."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from cnr_jax import errors
+from cnr_jax.options import Options
+from cnr_jax.repository.layout import open_root
+from cnr_jax.repository.mirroring.mirror import Mirror, check_apart
+from cnr_jax.repository.mirroring.near import NearSteps, empty_into, lacking_room
+from cnr_jax.repository.store import AnyPath, can
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiers:
+    """The roots of a manager.
+
+    Attributes:
+        root: that saves are committed in.
+        target: that mirrors it; None: none does.
+        is_near: whether the former is the near one.
+        problem: why saves do not go near, though they are to; empty: they do, or are not to.
+    """
+
+    root: AnyPath
+    target: AnyPath | None = None
+    is_near: bool = False
+    problem: str = ""
+
+    def mirror(
+        self, options: Options, is_step: Callable[[str], bool] | None
+    ) -> Mirror | None:
+        """The mirror, on the process that copies to it; None elsewhere, and without one."""
+        if self.target is None or jax.process_index() != 0:
+            return None
+        return Mirror(self.root, self.target, **_told(options, is_step))
+
+    def policy(self, options: Options, is_far: Callable[[int], bool]) -> Any:
+        """The user's preservation policy, or that of a near root."""
+        if self.is_near:
+            return NearSteps(options.near_steps, is_far)
+        return options.preservation_policy
+
+
+def tiers_of(
+    root: Any,
+    options: Options,
+    is_step: Callable[[str], bool] | None,
+    *,
+    writes: bool,
+    full_bytes: Callable[[], int],
+) -> Tiers:
+    """Finds the roots of a manager; one that only restores has that which it is given.
+
+    Args:
+        root: that the manager is given.
+        options: of the run.
+        is_step: tells names of step directories; None: all that end in a digit.
+        writes: whether the manager saves.
+        full_bytes: bytes of the tables in a full checkpoint.
+
+    Raises:
+        OptionError: if a root cannot be where it is to be, or one lies in the other, or several
+            processes are to save near.
+    """
+    far = open_root(root)
+    if not writes or (options.near is None and options.mirror is None):
+        return Tiers(far)
+    if options.near is None:
+        target = open_root(str(options.mirror))
+        check_apart(far, target)
+        return Tiers(far, target)
+    if jax.process_count() > 1:
+        raise errors.OptionError(
+            "near is for runs of one process: others would not see what is near this one\n"
+            f"  got {jax.process_count()} processes, expected 1\n"
+            "  hint: save to a root that all processes share, with mirror= if you like"
+        )
+    near = open_root(options.near)
+    if not can(near).cheap_looks:
+        raise errors.OptionError(
+            f"near is {os.fspath(near)}, expected a local path, such as one below /dev/shm"
+        )
+    check_apart(far, near)
+    problem = lacking_room(near, far, full_bytes(), is_step)
+    if not problem:
+        return Tiers(near, far, is_near=True)
+    _log.warning(
+        "%s: saves go to %s directly; give it more room, as by docker run --shm-size",
+        problem,
+        os.fspath(far),
+    )
+    empty_into(near, far, **_told(options, is_step))
+    return Tiers(far, problem=problem)
+
+
+def _told(options: Options, is_step: Callable[[str], bool] | None) -> dict[str, Any]:
+    return {
+        "is_step": is_step,
+        "keep": options.mirror_keep,
+        "bytes_per_sec": options.mirror_bytes_per_sec,
+        "single": options.single_writer,
+    }

@@ -1,0 +1,1 @@
+"""Copies of a run in two roots: one is filled from the other, and each mends the other."""

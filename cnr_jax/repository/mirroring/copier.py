@@ -1,0 +1,340 @@
+"""Steps of one root brought into another: whole ones, under their own names, parents first.
+
+Which step is which tells its uuid, whatever folder it is in. The root that is written to is claimed
+as by a manager that saves there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.repository.committer import Attempt, committer_for
+from cnr_jax.repository.index.entries import Entry, order
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.index.retention import children_first, kept_steps
+from cnr_jax.repository.items import find_item
+from cnr_jax.repository.layout import Place
+from cnr_jax.repository.mirroring.step_files import Meter, copy_files, mend_files
+from cnr_jax.repository.step import is_same_step, read_manifest
+from cnr_jax.repository.store import AnyPath, can, store_of, sync_directory
+from cnr_jax.repository.upkeep.aside import clear_aside
+from cnr_jax.repository.upkeep.removal import remove_in_place
+from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+
+
+class Copier:
+    """Copies steps from one root into another, and mends those that are there.
+
+    Args:
+        source: root that is only read.
+        target: root that is written to; claimed when something is to be written.
+        is_step: tells names of step directories; None: all that end in a digit.
+        meter: of the bytes that are written.
+        item: that holds the state; None: the one that is found.
+        writer: of the target, if it is claimed already; None: one of its own.
+        single: whether it is not tried that two programs that write there are told apart.
+
+    Attributes:
+        item: the same; None as long as the source holds no step.
+        writer: of the target.
+    """
+
+    def __init__(
+        self,
+        source: AnyPath,
+        target: AnyPath,
+        *,
+        is_step: Callable[[str], bool] | None = None,
+        meter: Meter | None = None,
+        item: str | None = None,
+        writer: RootWriter | None = None,
+        single: bool = False,
+    ) -> None:
+        self._source, self._target, self._is_step = source, target, is_step
+        self._meter = meter or Meter()
+        self.item = item
+        self._held: Ledger | None = None
+        self._states: dict[str, object] = {}
+        self.writer = writer or RootWriter(lambda: True, single=single)
+        if writer is None:
+            self.writer.bind(target, is_step)
+
+    def look(self) -> bool:
+        """Reads what has come or gone in the source since the last look.
+
+        Returns:
+            Whether there are steps.
+
+        Raises:
+            UsedRootError: if the target holds another run.
+            OSError: if a root cannot be read.
+        """
+        self.item = self.item or find_item(self._source)
+        if self.item is None:
+            return False
+        if self._held is None:
+            self._held = Ledger.load(self._source, self.item, self._is_step)
+        else:
+            self._held.refresh(self._source, self.item)
+            for directory in sorted(self._held.directories()):
+                # A rollback may have put another step into the place of one.
+                if self._states.get(directory) != self._state(directory):
+                    self._held.read(self._source, directory, self.item)
+        known = self._held.directories()
+        self._states = {directory: self._state(directory) for directory in known}
+        self._held.ask_again(self._source, self.item)
+        self._held.take_back_unread()
+        there = self.writer.open(self._target, self.item)
+        runs = {entry.run for entry in there.restorable() if not entry.orbax}
+        newest = self._held.newest()
+        if newest is not None and runs and newest.run not in runs:
+            where = os.fspath(self._target)
+            raise errors.UsedRootError(
+                f"{where} holds steps of another run than {os.fspath(self._source)}\n"
+                f"  got run {', '.join(sorted(runs)) or 'none'}, expected {newest.run}\n"
+                "  hint: mirror to another folder, or move those steps out of it",
+            )
+        return True
+
+    def _state(self, directory: str) -> object:
+        """What changes when another step comes to lie in a folder, where that is cheaply seen."""
+        path = self._source / directory / str(self.item) / names.MANIFEST
+        try:
+            return store_of(path).state_of(path)
+        except OSError:
+            return None
+
+    @property
+    def source(self) -> Ledger:
+        """Steps of the source, as of the last look."""
+        assert self._held is not None
+        return self._held
+
+    @property
+    def there(self) -> Ledger:
+        """Steps of the target."""
+        assert self.writer.ledger is not None
+        return self.writer.ledger
+
+    def has(self, entry: Entry) -> bool:
+        """Whether the target holds a step, as its manifest tells."""
+        found = self.there.entries.get(entry.directory)
+        return found is not None and found.uuid == entry.uuid
+
+    def lacking(self, keep: int | None = None) -> list[Entry]:
+        """Steps of the newest run that the target lacks, in the order in which they are copied.
+
+        Args:
+            keep: only the newest so many, and what these rest on; None: all.
+        """
+        newest = self.source.newest()
+        found = [
+            entry
+            for entry in self.source.restorable()
+            if newest is not None and entry.run == newest.run and not entry.orbax
+        ]
+        return self._parents_first(found[-keep:] if keep is not None else found)
+
+    def _parents_first(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Entries and what they rest on, without those that the target holds."""
+        ordered = {
+            each.directory: each
+            for entry in entries
+            for each in reversed(self.source.chain(entry))
+        }
+        return [entry for entry in ordered.values() if not self.has(entry)]
+
+    def is_gone(self, entry: Entry) -> bool:
+        """Whether a step is not in the source any more, or another is in its place."""
+        item = str(self.item)
+        return not is_same_step(self._source, entry.directory, item, entry.uuid)
+
+    def copy(self, entry: Entry) -> None:
+        """Copies one step; what it rests on must be there.
+
+        Raises:
+            CnrError: if a file of it is damaged, or the target is somebody else's, or holds what
+                must not make way for it.
+            OSError: if a root cannot be read or written.
+            Stopped: if the meter is stopped.
+        """
+        item, writer = str(self.item), self.writer
+        attempt = Attempt(self._target, entry.directory, entry.uuid)
+        committer = committer_for(self._target, writer.discard, writer.check_claim)
+        try:
+            # What an earlier call has copied of it is no leftover.
+            writer.claim(own=entry.directory)
+            self._make_room(entry)
+            committer.prepare(attempt, [])
+            folder = committer.folder(attempt)
+            copy_files(self._source / entry.directory, folder, self._meter)
+            found = read_manifest(folder / item).uuid
+            if found != entry.uuid:
+                where = os.fspath(self._source / entry.directory)
+                raise errors.IntegrityError(
+                    f"{where} has become another step\n"
+                    f"  got {found}, expected {entry.uuid}",
+                    kind="file_changed",
+                    path=where,
+                )
+            writer.check_claim()
+            committer.publish(attempt, [])
+            committer.settle(attempt)
+            self.there.read(self._target, entry.directory, item)
+            writer.show(entry.directory, [*self.there.left])
+        except (errors.CnrError, OSError) as error:
+            # Else the next call goes on with what is there.
+            if isinstance(error, errors.DAMAGE) or self.is_gone(entry):
+                with contextlib.suppress(errors.CnrError, OSError):
+                    committer.abandon(attempt)
+            raise
+        finally:
+            writer.end_writing()
+
+    def copy_chain(self, entry: Entry) -> list[str]:
+        """Copies a step and what it rests on; returns the folders of those that came."""
+        found = self._parents_first([entry])
+        for each in found:
+            self.copy(each)
+        return [each.directory for each in found]
+
+    def _make_room(self, entry: Entry) -> None:
+        """Takes out of the way what is in the folder of a step, and what rests on it.
+
+        Raises:
+            DependentsExistError: if that is no step of an older branch.
+        """
+        there, name = self.there, entry.directory
+        found, folder = there.entries.get(name), there.folders.get(name)
+        if found is None and folder is None:
+            return
+        is_older = found is not None and order(found)[0] < entry.generation
+        is_damaged = folder is not None and folder.is_checkpoint
+        if not (is_older or is_damaged):
+            got = "a folder of somebody else"
+            if found is not None:
+                got = (
+                    f"step {found.step} of {found.uuid}, generation {found.generation}"
+                )
+            raise errors.DependentsExistError(
+                f"step {name} cannot be put into {os.fspath(self._target)}: its name is taken\n"
+                f"  got {got}, expected {entry.uuid}, generation {entry.generation}\n"
+                "  hint: move that folder away",
+                kind="step_exists",
+                path=os.fspath(self._target / name),
+            )
+        if found is None:
+            self._remove(name)
+            return
+        for each in (*there.dependents(name), found):
+            if can(self._target).renames:
+                aside = names.abandoned(each.directory, each.generation, each.uuid)
+                store_of(self._target).move(
+                    self._target / each.directory, self._target / aside
+                )
+                sync_directory(self._target)
+                there.forget(each.directory)
+            else:
+                self._remove(each.directory)
+
+    def _remove(self, directory: str) -> None:
+        self.writer.check_removal(directory)
+        if self.writer.remover is None:
+            remove_in_place(self._target / directory)
+        else:
+            self.writer.remover.remove(directory, background=False)
+        self.there.forget(directory)
+
+    def retire(self, keep: int) -> list[int]:
+        """Removes from the target all but its newest steps and what these rest on.
+
+        Returns:
+            Numbers of the steps that are gone.
+
+        Raises:
+            OSError: if one cannot be removed; it is there as before.
+        """
+        there, newest = self.there, self.there.newest()
+        if newest is None:
+            return []
+        there.run = newest.run
+        found = kept_steps(
+            there,
+            {names.step_number(name) for name in there.directories()},
+            lambda steps: steps[-keep:],
+            min_fulls=1,
+            because=f"it is one of the newest {keep}",
+        )
+        going = {
+            entry.directory: entry.step
+            for entry in there.committed()
+            if entry.step not in found.reasons and not entry.orbax
+        }
+        if not going:
+            return []
+        try:
+            self.writer.claim()
+            if found.crowded:
+                place = Place(self._target, "", str(self.item))
+                clear_aside(place, there, self._remove, set(), adopts=False)
+            for directory in children_first(there, going):
+                self._remove(directory)
+        finally:
+            self.writer.end_writing()
+        return list(going.values())
+
+    def needed(self) -> list[Entry]:
+        """Steps of the source on which steps of the target rest that lacks them, parents first."""
+        named = {e.parent.uuid for e in self.there.entries.values() if e.parent}
+        found = [entry for entry in self.source.committed() if entry.uuid in named]
+        return self._parents_first(found)
+
+    def mend(self, chain: Iterable[Entry]) -> list[str]:
+        """Replaces what is damaged or missing in the target by what is whole in the source.
+
+        Args:
+            chain: steps of the source, parents first.
+
+        Returns:
+            Files that were mended, and folders of steps that were brought back.
+
+        Raises:
+            CnrError, OSError: if something is damaged in both, or cannot be written.
+        """
+        mended = list[str]()
+        for entry in chain:
+            goal, name = self._target / entry.directory, entry.directory
+            if name not in self.there.directories():
+                self.copy(entry)
+                mended.append(os.fspath(goal))
+            elif may_hold(self.there, entry):
+                try:
+                    self.writer.claim()
+                    found = mend_files([goal, self._source / name], [goal])
+                finally:
+                    self.writer.end_writing()
+                mended += map(os.fspath, found)
+                self.there.read(self._target, name, str(self.item))
+        return mended
+
+    def close(self) -> None:
+        """Frees what is held; the claim stays, as that of a manager does."""
+        self.writer.close()
+
+
+def may_hold(ledger: Ledger, entry: Entry) -> bool:
+    """Whether a root holds a step, or in its place a checkpoint that cannot be read."""
+    found, folder = (
+        ledger.entries.get(entry.directory),
+        ledger.folders.get(entry.directory),
+    )
+    if found is not None:
+        return found.uuid == entry.uuid
+    return folder is not None and folder.is_checkpoint

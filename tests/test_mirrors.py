@@ -1,0 +1,579 @@
+"""Mirrors: what is committed is copied behind training, and comes back where it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from typer.testing import CliRunner
+
+import cnr_jax as cnr
+from cnr_jax import errors
+from cnr_jax.cli.app import app
+from cnr_jax.format import names
+from cnr_jax.repository.mirroring.step_files import Meter
+from cnr_jax.repository.store import names_in, store_of
+
+from . import mirror_program
+from .bucket_proxy import Proxy
+from .conftest import case_of
+
+PROGRAM = Path(mirror_program.__file__)
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def far(request: Any, tmp_path: Path) -> epath.Path:
+    """Where a mirror is: another folder, and a bucket."""
+    if request.param == "disk":
+        return epath.Path(tmp_path / "far")
+    return request.getfixturevalue("bucket") / "runs/far"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def until(holds: Callable[[], Any], secs: float = 60.0) -> None:
+    end = time.monotonic() + secs
+    while not holds():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+
+
+def caught_up(manager: Any) -> None:
+    until(lambda: manager.mirror_report.lag_steps == 0)
+
+
+def steps_in(root: Any) -> list[str]:
+    return [name for name in names_in(epath.Path(root)) if names.may_be_step(name)]
+
+
+def harm(root: Any) -> list[str]:
+    return [f"{p.directory} {p.kind}" for p in cnr.verify(root) if p.consequence]
+
+
+def test_committed_steps_are_copied_and_restore(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, mirror=str(far)) as manager:
+        run.run(manager, range(4))
+        report = manager.last_report
+        assert report.mirror_lag_steps >= 1 and report.mirror_backlog_bytes > 0
+        assert report.mirror_lag_secs >= 0 and report.mirror_problem == ""
+        caught_up(manager)
+        assert manager.mirror_report.copied_steps == 4
+    assert steps_in(far) == steps_in(root) == ["0", "1", "2", "3"]
+    assert cnr.verify(far) == ()
+    for step in steps_in(root):
+        for folder, _, files in os.walk(root / step):
+            for name in set(files).difference(names.MARKERS):
+                path = (Path(folder) / name).relative_to(root)
+                assert store_of(far).read(far / path) == (root / path).read_bytes()
+    shutil.rmtree(root)
+    with run.open(root, mirror=str(far)) as manager:
+        assert manager.latest_step() == 3
+        run.restore(manager, None)
+        run.same(run.state, run.truth[3])
+        run.run(manager, [4])
+        assert manager.last_report.kind == "delta", "its chain came back"
+    assert steps_in(far) == ["0", "1", "2", "3", "4"]
+
+
+def flip(root: Any, path: str) -> bytes:
+    """Damages a file; returns what it held."""
+    file = epath.Path(root) / path
+    store = store_of(file)
+    whole = store.read(file)
+    store.write(file, whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], replaces=True)
+    return whole
+
+
+def files_of(root: Any, step: str) -> list[str]:
+    """Files of a step that belong to it, but for that which commits it."""
+    found = [
+        str(f.relative_to(root)) for f in Path(root, step).rglob("*") if f.is_file()
+    ]
+    return sorted(f for f in found if not f.endswith(names.MARKERS))
+
+
+def test_a_root_that_loses_its_newest_steps_takes_them_from_the_mirror(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, mirror=str(far)) as manager:
+        run.run(manager, range(4))
+    shutil.rmtree(root / "3")
+    (root / "2/default" / names.MANIFEST).write_bytes(b"")
+    with run.open(root, mirror=str(far)) as manager:
+        assert manager.latest_step() == 3
+        for step in range(4):
+            run.check(manager, step)
+        run.restore(manager, None)
+        run.same(run.state, run.truth[3])
+
+
+def test_problems_of_both_are_told_apart(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, mirror=str(far)) as manager:
+        run.run(manager, range(3))
+        caught_up(manager)
+        path = next(p for p in files_of(root, "1") if "/c/" in p)
+        flip(far, path)
+        (problem,) = manager.verify()
+        assert problem.root == str(far) and problem.directory == "1"
+        assert manager.all_steps() == [0, 1, 2], "those of the root are whole"
+
+
+def test_what_a_restore_finds_damaged_is_mended(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    run, far = tiny_run(), tmp_path / "far"
+    with run.open(root, mirror=far) as manager:
+        run.run(manager, range(3))
+    for step in "012":
+        for path in files_of(root, step):
+            with case_of(path), run.open(root, mirror=far) as manager:
+                whole = flip(root, path)
+                run.restore(manager, None)
+                run.same(run.state, run.truth[2])
+                if path.endswith(("zarr.json", "_CHECKPOINT_METADATA")):
+                    (root / path).write_bytes(whole)  # which no restore reads
+                if step != "2" and "/dense/" in path:
+                    (root / path).write_bytes(whole)  # nor these of older steps
+                assert (root / path).read_bytes() == whole
+                manager.verify()
+    assert cnr.verify(root) == ()
+
+
+def test_a_step_that_is_damaged_in_both_is_passed_over(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    run, far = tiny_run(), tmp_path / "far"
+    with run.open(root, mirror=far) as manager:
+        run.run(manager, range(3))
+    path = next(p for p in files_of(root, "2") if "/c/" in p)
+    with run.open(root, mirror=far) as manager:
+        flip(root, path)
+        flip(far, path)
+        run.restore(manager, None)
+        run.same(run.state, run.truth[1])
+
+
+def test_repair_mends_each_by_the_other(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, mirror=str(far)) as manager:
+        run.run(manager, range(3))
+    held = {step: files_of(root, step) for step in "012"}
+    rng = random.Random(3)
+    before = {
+        path: (root / path).read_bytes() for each in held.values() for path in each
+    }
+    for number, path in enumerate(sorted(before)):
+        place = (root, far)[number % 2]
+        if rng.random() < 0.5 and "_CHECKPOINT" not in path:
+            flip(place, path)
+        else:
+            store_of(epath.Path(place)).remove_file(epath.Path(place) / path)
+    assert harm(root) and harm(far)
+    with pytest.raises(errors.WriterError, match="nothing was mended"):
+        cnr.mirror(root, str(far), repair=True)
+    report = cnr.mirror(root, str(far), repair=True, writer_is_dead=True)
+    assert report.problems == () and len(report.mended) == len(before)
+    for path, whole in before.items():
+        for place in (epath.Path(root), far):
+            assert store_of(place).read(place / path) == whole, path
+    assert cnr.verify(root) == cnr.verify(far) == ()
+    with run.open(root) as manager:
+        for step in range(3):
+            run.check(manager, step)
+
+
+def test_repair_brings_back_what_others_rest_on(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, mirror=str(far)) as manager:
+        run.run(manager, range(4))
+    shutil.rmtree(root / "1")
+    assert store_of(far).remove_tree(far / "2") == []
+    report = cnr.mirror(root, str(far), repair=True, writer_is_dead=True)
+    assert report.problems == () and len(report.mended) == 2
+    assert cnr.verify(root) == cnr.verify(far) == ()
+
+
+def test_a_damaged_file_stops_its_own_chain_only(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, policy=cnr.Consecutive(max_chain=2)) as manager:
+        run.run(manager, range(6))
+        kinds = [run.manifest(manager, step).kind for step in range(6)]
+    assert kinds == ["full", "delta", "delta", "full", "delta", "delta"], kinds
+    path = next(p for p in files_of(root, "1") if "/c/" in p)
+    whole = flip(root, path)
+    report = cnr.mirror(root, str(far))
+    assert steps_in(far) == ["0", "3", "4", "5"]
+    (problem,) = report.problems
+    assert path in problem and report.lag_steps == 2
+    assert cnr.verify(far) == ()
+    (root / path).write_bytes(whole)
+    assert cnr.mirror(root, str(far)).copied_steps == 2
+    assert cnr.verify(far) == () and len(steps_in(far)) == 6
+
+
+def test_the_mirror_goes_back_with_the_run(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, mirror=str(far)) as manager:
+        run.run(manager, range(4))
+        caught_up(manager)
+    left = run.truth[2]
+    with run.open(root, mirror=str(far)) as manager:
+        run.restore(manager, 1)
+        run.salt = 1
+        run.run(manager, [2])
+        caught_up(manager)
+        assert manager.mirror_report.problems == ()
+    with run.open(str(far)) as manager:
+        assert manager.latest_step() == 2 and manager.all_steps() == [0, 1, 2]
+        run.check(manager, None)
+        assert any((left[k] != run.truth[2][k]).any() for k in left)
+    assert harm(far) == []
+
+
+def test_retention_of_its_own(tiny_run: Any, root: Path, far: epath.Path) -> None:
+    run, policy = tiny_run(), cnr.Consecutive(max_chain=1)
+    with run.open(root, policy=policy, mirror=str(far), mirror_keep=1) as manager:
+        for step in range(6):
+            run.run(manager, [step])
+            caught_up(manager)
+        until(lambda: steps_in(far) == ["4", "5"])
+        assert manager.mirror_report.removed_steps == 4
+        assert len(steps_in(root)) == 6
+    assert cnr.verify(far) == ()
+    fresh = far.parent / "fresh"
+    report = cnr.mirror(root, str(fresh), keep=1)
+    assert report.copied_steps == 2 and steps_in(fresh) == ["4", "5"]
+
+
+def test_steps_that_leave_the_root_first_are_skipped_and_reported(
+    tiny_run: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, gate, far = tiny_run(), threading.Event(), tmp_path / "far"
+    real = Meter.take
+
+    def take(self: Meter, count: int) -> None:
+        gate.wait()
+        real(self, count)
+
+    monkeypatch.setattr(Meter, "take", take)
+    with run.open(root, {"max_to_keep": 1}, policy=cnr.Full(), mirror=far) as manager:
+        run.run(manager, range(5))
+        assert steps_in(root) == ["4"]
+        assert manager.mirror_report.lag_steps == 5
+        gate.set()
+        until(lambda: manager.mirror_report.lag_steps == 0)
+        assert sorted(manager.mirror_report.skipped_steps) == [0, 1, 2, 3]
+    assert steps_in(far) == ["4"] and cnr.verify(far) == ()
+
+
+def test_a_mirror_that_retention_races_holds_whole_chains_only(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run, policy = tiny_run(), cnr.Consecutive(max_chain=2)
+    with run.open(
+        root, {"max_to_keep": 2}, policy=policy, mirror=str(far), mirror_keep=3
+    ) as manager:
+        run.run(manager, range(12))
+    assert "11" in steps_in(far) and harm(far) == []
+    shutil.rmtree(root)
+    with run.open(root, mirror=str(far)) as manager:
+        run.restore(manager, None)
+        run.same(run.state, run.truth[11])
+
+
+def test_items_of_others_come_along(tiny_run: Any, root: Path, far: epath.Path) -> None:
+    run = tiny_run()
+
+    def open_() -> cnr.CheckpointManager:
+        options = cnr.Options(codec="raw", mirror=str(far))
+        return cnr.CheckpointManager(
+            root, tables=run.tables, options=options, item="model"
+        )
+
+    with open_() as manager:
+        run.train(0)
+        items = ocp.args.Composite(
+            model=cnr.args.Save(run.state, run.touched),
+            meta=ocp.args.JsonSave({"epoch": 3}),
+        )
+        manager.save(0, args=items)
+        run.truth[0] = run.values()
+    shutil.rmtree(root)
+    with open_() as manager:
+        asked = ocp.args.Composite(
+            model=cnr.args.Restore(run.state), meta=ocp.args.JsonRestore()
+        )
+        got = manager.restore(None, args=asked)
+        run.same(got.model.state, run.truth[0])
+        assert got.meta == {"epoch": 3}
+
+
+def test_a_step_that_the_root_let_go_of_is_restored_by_its_number(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    options = {"policy": cnr.Consecutive(max_chain=1), "mirror": str(far)}
+    with run.open(root, {"max_to_keep": 1}, **options) as manager:
+        for step in range(6):
+            run.run(manager, [step])
+            caught_up(manager)
+        assert "1" not in steps_in(root) and "1" in steps_in(far)
+        run.restore(manager, 1)
+        run.same(run.state, run.truth[1])
+        run.salt = 5
+        run.run(manager, [2])
+        caught_up(manager)
+        assert manager.mirror_report.problems == ()
+        assert manager.latest_step() == 2
+    with run.open(str(far)) as manager:
+        assert manager.latest_step() == 2
+        run.check(manager, None)
+
+
+# ---- who else is there ----------------------------------------------------------------------
+
+
+def test_of_two_mirrors_into_one_place_the_first_is_told(
+    tiny_run: Any, root: Path, far: epath.Path, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, mirror=str(far)) as manager:
+        run.run(manager, [0])
+        caught_up(manager)
+        shutil.copytree(root, tmp_path / "copy")
+        with run.open(tmp_path / "copy", mirror=str(far)) as second:
+            run.restore(second, None)
+            run.run(second, [1])
+            caught_up(second)
+            run.run(manager, [1])
+            until(lambda: manager.mirror_report.problems)
+            assert "taken over" in manager.mirror_report.problems[0]
+            run.run(manager, [2])
+            assert manager.last_report.mirror_problem
+
+
+def test_a_mirror_of_another_run_is_left_alone(
+    tiny_run: Any, root: Path, far: epath.Path, tmp_path: Path
+) -> None:
+    run, other = tiny_run(), tiny_run(salt=1)
+    with other.open(tmp_path / "other", mirror=str(far)) as manager:
+        other.run(manager, range(2))
+    with run.open(root) as manager:
+        run.run(manager, [0])
+    with pytest.raises(errors.UsedRootError, match="another run"):
+        cnr.mirror(root, str(far))
+    with pytest.raises(errors.UsedRootError, match="another run"):
+        run.open(root, mirror=str(far))
+    with other.open(str(far)) as manager:
+        other.check(manager, None)
+
+
+@pytest.mark.parametrize("below", ["", "far"])
+def test_roots_must_lie_apart(tiny_run: Any, root: Path, below: str) -> None:
+    with pytest.raises(errors.OptionError, match="lies in the other"):
+        tiny_run().open(root, mirror=root / below)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mirror": 3},
+        {"mirror_keep": 1},
+        {"mirror": "far", "mirror_keep": 0},
+        {"mirror": "far", "mirror_bytes_per_sec": 0.5},
+        {"mirror": "ftp://far"},
+        {"near": "near", "mirror": "far"},
+        {"near": "near", "near_steps": 0},
+        {"near": "near", "new_run": True},
+        {"near": "s3://bucket/near"},
+        {"near": "near", "preservation_policy": ocp.checkpoint_managers.LatestN(1)},
+    ],
+)
+def test_options_that_cannot_work(tiny_run: Any, root: Path, options: Any) -> None:
+    with pytest.raises(errors.OptionError):
+        tiny_run().open(root, **options)
+
+
+# ---- mirrors that are slow, or away -----------------------------------------------------------
+
+
+@pytest.fixture
+def proxied(
+    s3: str, bucket: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Proxy, str]]:
+    """A mirror behind a proxy, and its URL."""
+    proxy = Proxy(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy, f"{bucket}/far"
+    proxy.close()
+
+
+def test_a_slow_mirror_holds_no_save_up_and_is_warned_of_once(
+    tiny_run: Any,
+    root: Path,
+    proxied: tuple[Proxy, str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, (proxy, url) = tiny_run(), proxied
+    with run.open(root, mirror=url, timeout_secs=1) as manager:
+        run.run(manager, [0])
+        caught_up(manager)
+        proxy.delay_secs = 2.0
+        with caplog.at_level(logging.WARNING):
+            started = time.monotonic()
+            run.run(manager, range(1, 9))
+            assert time.monotonic() - started < 5.0
+        assert manager.last_report.mirror_lag_steps == 8
+        falls = [r.getMessage() for r in caplog.records if "falls behind" in r.msg]
+        assert len(falls) == 1 and "steps of" in falls[0]
+    proxy.delay_secs = 0.0
+    with run.open(root, mirror=url) as manager:
+        until(lambda: manager.mirror_report.copied_steps >= 7)
+    assert cnr.verify(url) == () and len(steps_in(url)) == 9
+
+
+def test_a_mirror_that_is_away_hides_no_steps(
+    tiny_run: Any, root: Path, proxied: tuple[Proxy, str]
+) -> None:
+    run, (proxy, url) = tiny_run(), proxied
+    with run.open(root, mirror=url) as manager:
+        run.run(manager, range(2))
+    proxy.harm = lambda *_: 403
+    with run.open(root, mirror=url) as manager:
+        run.restore(manager, None)
+        run.run(manager, [2])
+        until(lambda: manager.mirror_report.problems)
+        assert manager.last_report.kind == "delta"
+    shutil.rmtree(root)
+    with pytest.raises(errors.RootError, match="cannot be read"):
+        run.open(root, mirror=url)
+    proxy.harm = lambda *_: None
+    with run.open(root, mirror=url) as manager:
+        assert manager.latest_step() == 1, "the last one could not be copied"
+
+
+@contextlib.contextmanager
+def started(root: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A program that saves until it is killed, which it is in the end."""
+    found = [str(PROGRAM.parents[1]), *filter(None, sys.path)]
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join(found),
+    }
+    with subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(root), repr(options)],
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
+def _number(word: str) -> int:
+    return int(word) if word.isdecimal() else 0
+
+
+def line_of(program: subprocess.Popen[str], word: str) -> str:
+    assert program.stdout is not None
+    for line in program.stdout:
+        if line.startswith(word):
+            return line
+    raise AssertionError(f"no {word!r}, ended with {program.wait()}")
+
+
+def test_a_copy_that_is_killed_goes_on_where_it_was(
+    root: Path, proxied: tuple[Proxy, str], tmp_path: Path
+) -> None:
+    proxy, url = proxied
+    with started(root, mirror=url, mirror_bytes_per_sec=20_000):
+        until(lambda: sum(kind == "PUT" for kind, _ in proxy.log) >= 6)
+    before = [path for kind, path in proxy.log if kind == "PUT"]
+    report = cnr.mirror(root, url)
+    assert report.problems == () and report.lag_steps == 0
+    assert steps_in(url) == steps_in(root) and cnr.verify(url) == ()
+    after = [path for kind, path in proxy.log[len(before) :] if kind == "PUT"]
+    own = (names.WRITER, names.ATTEMPT, *names.MARKERS)
+    data = [path for path in before if not path.endswith(own)]
+    # But for the last ones, of which the answer may not have come.
+    assert len(data) > 2 and len({*data}.intersection(after)) <= 4, (data, after)
+
+
+def test_the_mirror_has_what_is_reported_when_the_root_is_lost(
+    root: Path, far: epath.Path
+) -> None:
+    for seed in range(3):
+        with started(root, mirror=str(far)) as program:
+            if seed:
+                line_of(program, "restored")
+            line_of(program, "ready")
+            step, lag, left = 0, 1, random.Random(seed).randrange(1, 4)
+            while left > 0 or lag > step:
+                _, step, _, lag = map(_number, line_of(program, "saved").split())
+                left -= 1
+            if not seed:
+                with pytest.raises(errors.WriterError, match="nothing was copied"):
+                    cnr.mirror(root, far)
+        shutil.rmtree(root)
+        assert harm(far) == []
+        newest = cnr.describe(str(far)).latest_step
+        assert newest is not None and newest >= step - lag
+
+
+# ---- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_copies_and_mends(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root) as manager:
+        run.run(manager, range(3))
+    result = CliRunner().invoke(app, ["mirror", str(root), str(far), "--keep", "2"])
+    assert result.exit_code == 0 and "3 steps copied" in result.output
+    path = next(p for p in files_of(root, "1") if "/c/" in p)
+    flip(far, path)
+    words = ["mirror", str(root), str(far), "--repair", "--writer-is-dead"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "mended" in result.output
+    assert cnr.verify(far) == ()
+    result = CliRunner().invoke(app, ["mirror", str(root), str(far), "--json"])
+    assert result.exit_code == 0 and '"copied_steps": 0' in result.output
+    flip(far, path)
+    flip(root, path)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 3 and "not done: step 1" in result.output

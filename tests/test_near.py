@@ -1,0 +1,159 @@
+"""Near roots: saves commit in memory, and travel to the root of the run behind training."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etils import epath
+
+import cnr_jax as cnr
+from cnr_jax import errors
+from cnr_jax.repository.store import LocalStore, store_of
+
+from .test_mirrors import caught_up, far, harm, line_of, root, started, steps_in, until
+
+__all__ = ["far", "root"]  # fixtures
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+def test_saves_commit_near_and_travel_to_the_root(
+    tiny_run: Any, near: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    options = {"near": near, "near_steps": 2, "policy": cnr.Consecutive(max_chain=2)}
+    with run.open(str(far), **options) as manager:
+        run.run(manager, range(9))
+        assert manager.last_report.mirror_lag_steps >= 1
+        assert manager.last_report.near_problem == ""
+        caught_up(manager)
+        run.run(manager, [9, 10, 11])
+        assert steps_in(near) == ["10", "11", "9"], "two, and their chain"
+    assert len(steps_in(far)) == 12 and cnr.verify(far) == ()
+    with run.open(str(far), **options) as manager:
+        assert manager.latest_step() == 11
+        run.restore(manager, None)
+        run.same(run.state, run.truth[11])
+        run.restore(manager, 1)
+        run.same(run.state, run.truth[1])
+    shutil.rmtree(near)
+    with run.open(str(far)) as manager:
+        for step in range(12):
+            run.check(manager, step)
+
+
+def test_after_near_is_lost_the_root_restores(
+    tiny_run: Any, near: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(far), near=near) as manager:
+        run.run(manager, range(4))
+    shutil.rmtree(near)
+    with run.open(str(far), near=near) as manager:
+        run.restore(manager, None)
+        run.same(run.state, run.truth[3])
+        assert steps_in(near) == ["0", "1", "2", "3"]
+        run.run(manager, [4])
+        assert manager.last_report.kind == "delta"
+    assert "4" in steps_in(far) and harm(far) == []
+
+
+def test_nothing_leaves_near_before_it_is_far(
+    tiny_run: Any, near: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    with run.open(root, near=near, near_steps=1, policy=cnr.Full()) as manager:
+        run.run(manager, [0])
+        caught_up(manager)
+        with monkeypatch.context() as patch:
+            patch.setattr("cnr_jax.repository.mirroring.copier.copy_files", fails)
+            run.run(manager, range(1, 6))
+            assert steps_in(near) == ["1", "2", "3", "4", "5"]
+            until(lambda: manager.mirror_report.problems)
+        run.run(manager, [6])
+        caught_up(manager)
+        run.run(manager, [7])
+        assert steps_in(near) == ["7"]
+    assert steps_in(root) == [str(step) for step in range(8)]
+
+
+def fails(*_: Any) -> None:
+    raise OSError(5, "away")
+
+
+def test_what_does_not_fit_goes_to_the_root_with_a_report(
+    tiny_run: Any, near: Path, far: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    with run.open(str(far), near=near) as manager:
+        run.run(manager, range(2))
+    # The last step is near alone.
+    assert store_of(far).remove_tree(far / "1") == []
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda *_: 1000)
+    monkeypatch.setattr(LocalStore, "bytes_below", lambda *_: 0)
+    with run.open(str(far), near=near) as manager:
+        assert str(manager.directory) == str(far)
+        assert manager.all_steps() == [0, 1], "what was near alone came first"
+        run.restore(manager, None)
+        run.run(manager, [2])
+        report = manager.last_report
+        assert "has room for" in report.near_problem
+        assert report.mirror_lag_steps is None and manager.mirror_report is None
+    assert steps_in(far) == ["0", "1", "2"] and harm(far) == []
+
+
+def test_rules_of_orbax_are_refused_beside_it(
+    tiny_run: Any, near: Path, root: Path
+) -> None:
+    with pytest.raises(errors.OptionError, match="mirror_keep"):
+        tiny_run().open(root, {"max_to_keep": 2}, near=near)
+
+
+def test_a_near_root_of_another_run_is_refused(
+    tiny_run: Any, near: Path, root: Path, tmp_path: Path
+) -> None:
+    run, other = tiny_run(), tiny_run(salt=1)
+    with other.open(tmp_path / "other", near=near) as manager:
+        other.run(manager, range(2))
+    with run.open(root) as manager:
+        run.run(manager, [0])
+    with pytest.raises(errors.UsedRootError, match="another run"):
+        run.open(root, near=near)
+
+
+@pytest.mark.parametrize(
+    "times", [3, pytest.param(50, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_near_that_is_lost_at_any_time_loses_the_lag_alone(
+    near: Path, root: Path, times: int
+) -> None:
+    """Every other time the process alone is killed: then nothing is lost."""
+    rng, saved, sure = random.Random(5), -1, -1
+    for number in range(times):
+        with started(root, near=str(near), near_steps=2) as program:
+            if number:
+                found = int(line_of(program, "restored").split()[1])
+                assert sure <= found, "what was far is there"
+                assert near.exists()
+                saved = found
+            line_of(program, "ready")
+            left, lag = rng.randrange(1, 4), saved + 2
+            while left > 0 or (sure < 0 and lag > saved):
+                _, saved, _, lag = map(_number, line_of(program, "saved").split())
+                left -= 1
+        sure = saved
+        if number % 2 == 0:
+            sure = max(0, saved - lag)
+            shutil.rmtree(near)
+        assert harm(root) == []
+
+
+def _number(word: str) -> int:
+    return int(word) if word.isdecimal() else 0
