@@ -91,6 +91,28 @@ def test_a_root_is_opened_by_three_requests(
     assert told(root) == [str(i) for i in range(10)], "it is made anew"
 
 
+def test_a_delta_takes_few_requests_and_few_follow_one_another(
+    tiny_run: Any, root: epath.Path, proxy: Proxy
+) -> None:
+    run, rounds = tiny_run(), dict[str, int]()
+
+    def note(kind: str, path: str, _: int) -> None:
+        if path.endswith("/c/0"):
+            rounds.setdefault("array", proxy.rounds)
+        if names.COMMITTED in path:
+            rounds["commit"] = proxy.rounds
+
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+        proxy.harm, proxy.delay_secs = note, 0.05
+        with proxy.counting() as counts:
+            run.run(manager, [2])
+        proxy.harm, proxy.delay_secs = lambda *_: None, 0.0
+        assert manager.last_report.kind == "delta"
+    assert sum(counts.values()) <= 24
+    assert rounds["commit"] - rounds["array"] + 1 <= 8
+
+
 @pytest.mark.slow  # the service takes its time to take them
 def test_a_root_of_a_thousand_steps_is_opened_by_four_requests(
     tiny_run: Any, root: epath.Path, proxy: Proxy
