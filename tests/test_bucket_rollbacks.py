@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 import shutil
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from typer.testing import CliRunner
 
 import cnr_jax as cnr
@@ -17,8 +23,12 @@ from cnr_jax.cli.app import app
 from cnr_jax.format import names
 from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.store import names_in, store_of
+from cnr_jax.testing import strategies
+from cnr_jax.testing.machine import run_state_machine_as_test
+from cnr_jax.testing.playing import Player
 
 from .conftest import case_of
+from .testing.test_machine import RETENTIONS, SHAPES, settings
 
 
 @pytest.fixture
@@ -409,3 +419,79 @@ def test_names_are_those_of_the_options(tiny_run: Any, root: epath.Path) -> None
         run.same(run.state, run.truth[2])
     with run.open(str(root)) as manager:
         assert manager.all_steps() == []
+
+
+# ---- against the model --------------------------------------------------------------------------
+
+
+class Machine(RuleBasedStateMachine):
+    """Saves, goes back, deletes and begins again in a bucket, as the model says."""
+
+    bucket: ClassVar[epath.Path]
+    counts: ClassVar[Counter[str]] = Counter()
+    setups = strategies.setups(RETENTIONS, jax.devices()[:1], SHAPES)
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        setup = data.draw(self.setups, label="setup")
+        self.player = Player(f"{self.bucket}/{secrets.token_hex(8)}", setup)
+        self.player.save()
+
+    @rule(seed=st.integers(0, 2**16), gap=st.sampled_from([1, 1, 2]))
+    def train_and_save(self, seed: int, gap: int) -> None:
+        self.player.train(seed)
+        self.player.save(gap)
+
+    @rule(seeds=st.lists(st.integers(0, 2**16), min_size=2, max_size=3))
+    def save_several(self, seeds: list[int]) -> None:
+        self.player.save_several(seeds)
+
+    @rule(index=st.integers(0, 5))
+    def restore(self, index: int) -> None:
+        self.player.restore(index)
+
+    @rule(index=st.integers(0, 5))
+    def evaluate(self, index: int) -> None:
+        self.player.evaluate(index)
+
+    @rule(index=st.integers(0, 5))
+    def delete(self, index: int) -> None:
+        self.player.delete(index)
+
+    @rule(anew=st.sampled_from([False, False, True]))
+    def reopen(self, anew: bool) -> None:
+        self.player.reopen(anew=anew)
+
+    def teardown(self) -> None:
+        if hasattr(self, "player"):
+            try:
+                self.player.check_all()
+            finally:
+                self.player.manager.close()
+                type(self).counts.update(self.player.counts)
+                names_there = names_in(self.player.root)
+                branched = sum(map(bool, map(names.branch_number, names_there)))
+                type(self).counts["branched"] += branched
+
+
+def play(bucket: epath.Path, examples: int, steps: int) -> Counter[str]:
+    Machine.bucket, Machine.counts = bucket, Counter()
+    logging.disable(logging.CRITICAL)
+    try:
+        run_state_machine_as_test(
+            Machine, settings=settings(examples, steps, derandomize=True)
+        )
+    finally:
+        logging.disable(logging.NOTSET)
+    return Machine.counts
+
+
+def test_a_run_in_a_bucket_is_what_the_model_says(bucket: epath.Path) -> None:
+    assert play(bucket, 4, 8)["restored"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_runs_in_a_bucket_are_what_the_model_says(bucket: epath.Path) -> None:
+    counts = play(bucket, 10, 12)
+    assert counts["branched"] > 0 and counts["deleted"] > 0, counts

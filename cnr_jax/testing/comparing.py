@@ -11,6 +11,8 @@ import numpy as np
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.format.names import step_number
+from cnr_jax.repository.store import AnyPath
 from cnr_jax.testing import damage
 from cnr_jax.testing.model import Model, Saved, Values, differences, same
 from cnr_jax.testing.setup import Setup
@@ -22,7 +24,7 @@ class WrongError(errors.CnrError):
     kind = "model"
 
 
-def there_in(root: Path) -> set[int]:
+def there_in(root: AnyPath) -> set[int]:
     """The steps of a root that can be restored, of all its branches."""
     return {each.step for each in cnr.describe(root).steps if each.restorable}
 
@@ -38,7 +40,7 @@ class Comparison:
         model: what must be.
     """
 
-    def __init__(self, root: Path, setup: Setup, model: Model) -> None:
+    def __init__(self, root: AnyPath, setup: Setup, model: Model) -> None:
         self._root, self._setup, self._model = root, setup, model
 
     def listing(self, manager: cnr.CheckpointManager) -> None:
@@ -54,7 +56,7 @@ class Comparison:
                 f" the latest {self._model.latest()}"
             )
 
-    def stored(self, root: Path, steps: Mapping[int, Saved]) -> None:
+    def stored(self, root: AnyPath, steps: Mapping[int, Saved]) -> None:
         """Every step restores bit for bit, with a manager that knows only what is stored.
 
         Args:
@@ -72,7 +74,8 @@ class Comparison:
         harm = [
             str(problem)
             for problem in cnr.verify(root)
-            if problem.consequence and int(problem.directory) not in self._model.foreign
+            if problem.consequence
+            and step_number(problem.directory) not in self._model.foreign
         ]
         if harm:
             raise WrongError("verify finds what is not there\n  " + "\n  ".join(harm))
@@ -102,7 +105,7 @@ class Comparison:
             with self._setup.reader(self._root) as reader:
                 self._falls_back(reader, file)
             problems = cnr.verify(self._root)
-        found = {int(name) for problem in problems for name in problem.consequence}
+        found = {step_number(n) for problem in problems for n in problem.consequence}
         if not refused <= found:
             raise WrongError(
                 f"steps {sorted(refused)} could not be restored, verify names"

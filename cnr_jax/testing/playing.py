@@ -38,7 +38,9 @@ from cnr_jax import errors
 from cnr_jax.args import DEFAULT_ITEM
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
+from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.store import names_in
 from cnr_jax.testing import damage, inprocess
 from cnr_jax.testing.comparing import Comparison, WrongError, there_in, values_of
 from cnr_jax.testing.faults import Fault, FaultNotHitError
@@ -50,7 +52,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
     """Plays a run and holds it against its model. Raises `WrongError` where they differ.
 
     Args:
-        root: of the checkpoints.
+        root: of the checkpoints: a local path, or a URL, where no faults are played.
         setup: what is run.
 
     Attributes:
@@ -63,7 +65,8 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._parents: dict[int, int | None] = {}
         options = dataclasses.replace(setup.options, on_save=self._told)
         setup = dataclasses.replace(setup, options=options)
-        self.root, self.setup = Path(root), setup
+        self.root: Any = open_root(root) if "://" in str(root) else Path(root)
+        self.setup = setup
         self.model = Model(setup.keeps, setup.options.min_fulls)
         self.counts: dict[str, int] = {}
         self._next = 0
@@ -279,14 +282,14 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _see_refused(self) -> None:
         """A manager that has restored nothing saves nothing; another one, that may, is made."""
-        before = sorted(path.name for path in self.root.iterdir())
+        before = names_in(self.root)
         try:
             self.manager.save(0, args=cnr.args.Save(self.state, self.touched))
         except errors.UsedRootError:
             self._count("used root refused")
         else:
             raise WrongError("a run began where checkpoints are, and was not refused")
-        if sorted(path.name for path in self.root.iterdir()) != before:
+        if names_in(self.root) != before:
             raise WrongError("a save that was refused has changed the root")
         self._reopen(new_run=True)
 
@@ -339,7 +342,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         )
         parent = None
         if committed and manifest is not None and manifest.parent is not None:
-            parent = int(manifest.parent.directory)
+            parent = names.step_number(manifest.parent.directory)
         self.model.interrupted(
             step,
             values,
@@ -352,7 +355,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _note_earlier(self) -> None:
         """Which folder holds what a new run has moved aside."""
-        new = {path.name for path in self.root.glob(f"{names.EARLIER_RUN}*")}
+        new = {n for n in names_in(self.root) if n.startswith(names.EARLIER_RUN)}
         new -= self._earlier.keys()
         if len(new) != len(self.model.earlier) - len(self._earlier):
             raise WrongError(f"steps are moved aside in {new}, and not as expected")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cnr_jax as cnr
+from cnr_jax.repository.store import AnyPath
 from cnr_jax.testing.model import Keeps, everything
 
 Train = Callable[[Any, Any, int], tuple[Any, Any]]
@@ -41,7 +41,7 @@ class Setup:
         """The same where hypothesis prints it."""
         printer.text(repr(self))
 
-    def open(self, root: Path, *, new_run: bool = False) -> cnr.CheckpointManager:
+    def open(self, root: AnyPath, *, new_run: bool = False) -> cnr.CheckpointManager:
         """The manager of the run, or of a new one that begins in the same root."""
         return cnr.CheckpointManager(
             root,
@@ -50,7 +50,7 @@ class Setup:
             orbax_options=self.orbax_options,
         )
 
-    def reader(self, root: Path) -> cnr.CheckpointManager:
+    def reader(self, root: AnyPath) -> cnr.CheckpointManager:
         """A manager that knows only what is stored, and keeps it."""
         options = dataclasses.replace(self.options, preservation_policy=None)
         return cnr.CheckpointManager(root, tables=self.tables, options=options)

@@ -220,6 +220,7 @@ class Lifecycle:
             if each.uuid not in begun and ledger is not None:
                 with self._writer.looking:
                     ledger.drop(each.directory)
+                    ledger.part()  # what it was to leave behind is not
                 self._planner.failed(each.uuid)
 
     def wait(self) -> None:

@@ -216,7 +216,7 @@ class Planning:
                         **asked,
                     )
                     if not (flying and plan.abandoned):
-                        known = sorted(ledger.directories())
+                        known = sorted(ledger.all_directories())
                         plan = self._prepared(plan)
                         lifecycle.decided(plan)
                         return {
