@@ -136,7 +136,7 @@ def room_for(
         found += in_the_way(ledger, tip, standing, generation, run)
     if left:
         # What was left behind would be steps again, were others moved from beside it.
-        return directory, [*found, *map(ledger.movable, ledger.left)]
+        return directory, [*found, *map(ledger.movable, [*ledger.left])]
     return _directory_of(ledger, directory, standing, generation), found
 
 
