@@ -1,6 +1,6 @@
 """Random programs in a bucket whose service errs: nothing is lost, and nothing is tried for ever.
 
-A few run with the other tests. More of them, each the same for its number:
+One runs with the other tests. More of them, each the same for its number:
 
     CNR_PROGRAMS=0-199 python -m pytest -n 0 -s tests/test_bucket_programs.py
 """
@@ -37,8 +37,8 @@ Values = dict[str, np.ndarray]
 
 
 def numbers() -> list[int]:
-    """Which programs are played: `CNR_PROGRAMS`, as `0-199` or `7`."""
-    first, _, last = os.environ.get("CNR_PROGRAMS", "0-1").partition("-")
+    """Which programs are played: `CNR_PROGRAMS`, as `0-199` or `7`; else one."""
+    first, _, last = os.environ.get("CNR_PROGRAMS", "0").partition("-")
     return [*range(int(first), int(last or first) + 1)]
 
 

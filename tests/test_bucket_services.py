@@ -253,6 +253,7 @@ def test_an_archived_parent_is_no_damage(
 # ---- what a bucket may do -----------------------------------------------------------------------
 
 
+@pytest.mark.slow  # as a run in any other bucket
 def test_a_bucket_may_keep_versions(
     tiny_run: Any, bucket: epath.Path, s3: str, benchmarks: Any
 ) -> None:

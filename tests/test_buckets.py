@@ -572,7 +572,7 @@ def test_what_a_killed_program_has_saved_is_there(root: epath.Path) -> None:
 
 
 def test_programs_that_race_mix_nothing(root: epath.Path) -> None:
-    raced(root, 2, 6)
+    raced(root, 2, 3)
 
 
 @pytest.mark.slow

@@ -82,8 +82,16 @@ def test_commands_are_compared_by_their_words() -> None:
     assert table_of(shown) != table_of("10  full  302 kB  1 s  no")
 
 
-def pages_with_code() -> list[Path]:
-    return [page for page in DOCS if any(b.language == "python" for b in blocks(page))]
+# It trains a model in each width; what it calls is tested in test_try_bits.py.
+SLOW = ROOT / "docs/guides/how-many-bits.md"
+
+
+def pages_with_code() -> list[Any]:
+    found = (p for p in DOCS if any(b.language == "python" for b in blocks(p)))
+    return [
+        pytest.param(page, marks=pytest.mark.slow) if page == SLOW else page
+        for page in found
+    ]
 
 
 @pytest.mark.parametrize("page", pages_with_code(), ids=name_of)

@@ -18,7 +18,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 # The last one trains twice, and takes as long as the others together.
 NAMES = [
     "quickstart.py",
-    "train_linen.py",
+    # States of Linen are those of tests/state.
+    pytest.param("train_linen.py", marks=pytest.mark.slow),
     # As the guides on evaluation and sweeps, whose code runs.
     pytest.param("evaluate.py", marks=pytest.mark.slow),
     pytest.param("sweep.py", marks=pytest.mark.slow),

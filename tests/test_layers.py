@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -96,6 +97,7 @@ def part_of(module: str) -> str:
     return inner if inner in PARTS else rest[0]
 
 
+@functools.cache
 def below(part: str) -> set[str]:
     """A part, and all that it rests on."""
     return {part}.union(*(below(each) for each in PARTS[part][0]))

@@ -28,7 +28,7 @@ from cnr_jax.rows.fingerprints.hash import (
 from cnr_jax.rows.fingerprints.nh import _fold_halves
 from cnr_jax.rows.shards import row_words
 
-from ..conftest import each_of
+from ..conftest import case_of, each_of
 
 U = np.uint32
 SEED = np.array([0x01234567, 0x89ABCDEF], U)
@@ -192,16 +192,25 @@ DTYPES = [
     jnp.bool_,
     jnp.complex64,
 ]
+# Of each size of an element one, and what is no number; each is a compilation.
+SOME_DTYPES = [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.complex64]
+of_some_and_all_dtypes = pytest.mark.parametrize(
+    "dtypes",
+    [SOME_DTYPES, pytest.param(DTYPES, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
 
 
-@each_of("dtype", DTYPES)
-def test_hash_equals_reference_bit_for_bit(dtype: Any) -> None:
-    rng = np.random.default_rng(1)
-    shapes = [(5, 6), (5,), (5, 2, 3), (5, 7), (5, 0)]
-    leaves = [random_bits(rng, shape, dtype) for shape in shapes]
-    got = hash_rows([jnp.asarray(leaf) for leaf in leaves], SEED)
-    assert got.dtype == jnp.uint32
-    np.testing.assert_array_equal(np.asarray(got), reference(leaves, SEED))
+@of_some_and_all_dtypes
+def test_hash_equals_reference_bit_for_bit(dtypes: list[Any]) -> None:
+    for dtype in dtypes:
+        rng = np.random.default_rng(1)
+        shapes = [(5, 6), (5,), (5, 2, 3), (5, 7), (5, 0)]
+        leaves = [random_bits(rng, shape, dtype) for shape in shapes]
+        got = hash_rows([jnp.asarray(leaf) for leaf in leaves], SEED)
+        assert got.dtype == jnp.uint32
+        with case_of(dtype):
+            np.testing.assert_array_equal(np.asarray(got), reference(leaves, SEED))
 
 
 def test_hash_covers_64_bit_elements_where_enabled() -> None:
@@ -295,14 +304,16 @@ def test_halves_fold_as_the_whole_does() -> None:
 WORDS_OF_64_BITS = re.compile(r"\b[us]64\[")
 
 
-@each_of("dtype", DTYPES)
-def test_devices_need_no_integers_of_64_bits(dtype: Any) -> None:
-    shapes = [(4, 6), (4,), (4, 2, 3), (4, 9001)]
-    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    for function in (hash_rows, hash_with_tags):
-        text = jax.jit(function).lower(leaves, SEED).as_text("hlo")
-        assert "u32[" in text
-        assert not WORDS_OF_64_BITS.search(text)
+@of_some_and_all_dtypes
+def test_devices_need_no_integers_of_64_bits(dtypes: list[Any]) -> None:
+    for dtype in dtypes:
+        shapes = [(4, 6), (4,), (4, 2, 3), (4, 9001)]
+        leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        for function in (hash_rows, hash_with_tags):
+            text = jax.jit(function).lower(leaves, SEED).as_text("hlo")
+            with case_of(dtype):
+                assert "u32[" in text
+                assert not WORDS_OF_64_BITS.search(text)
 
 
 def test_integers_of_64_bits_would_be_seen() -> None:
