@@ -176,7 +176,7 @@ def _plans(
         advised_plan(profile, failures),
         best_plan(profile, failures, best_of_orbax),
         checkfreq_plan(profile, failures.nodes),
-        pccheck_plan(profile, nodes=failures.nodes),
+        pccheck_plan(profile),
     ]
 
 

@@ -144,8 +144,8 @@ class _Job:
         self._profile, self._plan = profile, plan
         sizes = plan.schedule.written
         self._sizes = sizes.tolist()
-        self._blocking = profile.blocking_secs(sizes).tolist()
-        self._writes = profile.durable_secs(sizes, nodes, plan.plain).tolist()
+        self._blocking = profile.blocking_secs(sizes, nodes).tolist()
+        self._writes = profile.durable_secs(sizes, plan.plain).tolist()
         self._reads = plan.schedule.steady.tolist()
         self._cycle = plan.cycle
         self._flight = collections.deque[_Save]()

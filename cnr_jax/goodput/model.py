@@ -48,8 +48,8 @@ def pace_of(plan: Plan, profile: Profile, nodes: int = 1) -> Pace:
     """
     sizes = plan.schedule.written[plan.cycle].astype(float)
     reads = plan.schedule.steady[plan.cycle].astype(float)
-    blocking = profile.blocking_secs(sizes)
-    alone = profile.durable_secs(sizes, nodes, plan.plain)
+    blocking = profile.blocking_secs(sizes, nodes)
+    alone = profile.durable_secs(sizes, plan.plain)
     train = plan.every * profile.step.fixed
     for in_flight in range(1, plan.in_flight + 1):
         write = alone * profile.slower(in_flight)

@@ -90,8 +90,8 @@ class Profile:
             measured it grows with their number, as where bandwidth is the limit.
         plain_write: as `write`, for plain full saves, whose bytes nobody encodes; None: as for
             ours.
-        node_secs: seconds that each node beyond the first adds to a save, as they wait for each
-            other.
+        node_secs: seconds for which each node beyond the first makes a save hold training up
+            longer, as nodes wait for each other.
     """
 
     step: Seconds
@@ -131,25 +131,27 @@ class Profile:
         changed = self.changed_bytes * steps**self.exponent
         return min(self.dense_bytes + changed, self.full_bytes)
 
-    def blocking_secs(self, nbytes: np.ndarray) -> np.ndarray:
+    def blocking_secs(self, nbytes: np.ndarray, nodes: int = 1) -> np.ndarray:
         """Seconds for which saves of so many bytes hold training up.
 
         A plain full save holds it up for as long as a full one: it copies the same rows.
-        """
-        return self.blocking.of(np.minimum(nbytes, self.full_bytes))
-
-    def durable_secs(
-        self, nbytes: np.ndarray, nodes: int = 1, plain: bool = False
-    ) -> np.ndarray:
-        """Seconds from the end of a save's blocking part until it is durable, if it is alone.
 
         Args:
             nbytes: bytes of saves.
             nodes: nodes that wait for each other.
+        """
+        waits = (nodes - 1) * self.node_secs
+        return self.blocking.of(np.minimum(nbytes, self.full_bytes)) + waits
+
+    def durable_secs(self, nbytes: np.ndarray, plain: bool = False) -> np.ndarray:
+        """Seconds from the end of a save's blocking part until it is durable, if it is alone.
+
+        Args:
+            nbytes: bytes of saves.
             plain: whether they are plain full saves.
         """
         write = (self.plain_write if plain else None) or self.write
-        return write.of(nbytes) + (nodes - 1) * self.node_secs
+        return write.of(nbytes)
 
     @property
     def reading(self) -> Seconds:

@@ -22,7 +22,7 @@ def checkfreq_plan(profile: Profile, nodes: int = 1) -> Plan:
     is persisted, and two steps longer while the measured overhead is above its limit.
     """
     step = profile.step.fixed
-    every = max(1, math.ceil(_plain_secs(profile, nodes) / step))
+    every = max(1, math.ceil(_plain_secs(profile) / step))
     # A save that is written within its interval costs the same in a longer one.
     pace = pace_of(plain_plan(profile, every), profile, nodes)
     over = (pace.interval_secs - pace.train_secs) / (_SHARE * step) - every
@@ -30,22 +30,19 @@ def checkfreq_plan(profile: Profile, nodes: int = 1) -> Plan:
     return plain_plan(profile, every, name="CheckFreq")
 
 
-def pccheck_plan(
-    profile: Profile, budget: float = 0.03, most: int = 4, nodes: int = 1
-) -> Plan:
+def pccheck_plan(profile: Profile, budget: float = 0.03, most: int = 4) -> Plan:
     """Plan of PCcheck: full saves, so many in flight that a save takes least of the time.
 
     Args:
         profile: profile of the run.
         budget: share of training that saves may take.
         most: most saves in flight; it found no gain beyond 4.
-        nodes: nodes of the job.
 
     Source: PCcheck (ASPLOS'25): N with the least T_w(N) / N, interval T_w(N) / (N q t), q the
     slowdown that is allowed. Differs from it in: T_w(N) is the profile's, where the paper has a
     constant.
     """
-    alone = _plain_secs(profile, nodes)
+    alone = _plain_secs(profile)
     counts = range(1, most + 1)
     best = min(counts, key=lambda n: alone * profile.slower(n) / n)
     secs = alone * profile.slower(best) / best
@@ -53,7 +50,7 @@ def pccheck_plan(
     return plain_plan(profile, every, best, "PCcheck")
 
 
-def _plain_secs(profile: Profile, nodes: int) -> float:
+def _plain_secs(profile: Profile) -> float:
     """Seconds in which a plain full save is written, if it is alone."""
     size = np.array([profile.plain_bytes])
-    return float(profile.durable_secs(size, nodes, plain=True)[0])
+    return float(profile.durable_secs(size, plain=True)[0])

@@ -117,7 +117,10 @@ def test_nodes_wait_for_each_other_in_each_save() -> None:
     slow = dataclasses.replace(ROUND, node_secs=0.01)
     many = dataclasses.replace(ONE, nodes=1000)
     assert simulate_job(slow, ONE, fulls(5)).saves == 165
-    assert simulate_job(slow, many, fulls(5)).saves == (1000 - 10) // (3 + 9.99 + 1)
+    assert (
+        simulate_job(slow, many, fulls(5)).saves
+        == (1000 - 10 - 13.99) // (5 + 9.99 + 1) + 1
+    )
 
 
 def test_deltas_of_a_run_restore_from_their_chain() -> None:
