@@ -236,6 +236,8 @@ class IntegrityError(CnrError):
             it finds them.
         dense_unreadable: Orbax has written dense leaves, and cannot read them.
         foreign_chunk: a chunk is whole, but belongs to another array, step or run.
+        foreign_rows: differences lie on other rows than they were taken from; what wrote them is
+            at fault, not storage.
         foreign_step: the folder has the name of another step than the manifest in it.
         manifest_missing: there is no manifest: no step of ours, or one that was never whole.
         not_committed: the save of this step was cut short.
@@ -408,7 +410,8 @@ class OptionError(CnrError, ValueError):
         no_table: there is no table of that name.
         no_row: the table does not have a row that was asked for.
         not_held: the format of an export cannot hold a leaf, or cannot name it.
-        not_installed: a root is in a store that needs a package, which the text names.
+        not_installed: a root is in a store, or rows are on a lattice, for which a package is
+            needed that the text names.
         no_conditions: the service of a bucket cannot tell apart programs that save there.
         no_target: an export cannot be written to that folder, or an import cannot be made there.
         faults_unavailable: `cnr_jax.testing` has no way to inject that fault on this system.

@@ -44,7 +44,8 @@ class Options:
     Attributes:
         policy: when to save everything, and on which parent deltas rest.
         codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by
-            least squares), `"asymmetric"` (range of each row), `"raw"` (exact), another name
+            least squares), `"asymmetric"` (range of each row), `"raw"` (exact), `"lattice"`
+            (integers on one step for a table, in deltas differences), another name
             that `cnr_jax.rows.codecs.make_codec` lists, or a codec. All but `"raw"` round, so
             restored rows are not quite the saved ones. In a new run it is `"adaptive"`; unless
             `bits` are given, a warning then says how far off rows are.
@@ -69,7 +70,8 @@ class Options:
             names in the state, see `cnr_jax.rows.codecs.slots`: accumulators as by `"log"`,
             momenta in 8 bits, others exactly.
         rounding: how the codes of tables are chosen by the codecs whose levels are equidistant
-            (`"adaptive"`, `"asymmetric"`, `"symmetric"`, `"greedy"`). With `"nearest"`, an element
+            (`"adaptive"`, `"asymmetric"`, `"symmetric"`, `"greedy"`, `"lattice"`). With
+            `"nearest"`, an element
             that moves by less than half a step between two restores is put back by each. With
             `"dithered"`, it is rounded up or down so that it is right in the mean, by a hash of
             its place that is new after each restore. A row that does not move keeps its codes

@@ -82,7 +82,13 @@ PLAIN = (
     "upkeep",
 )
 # But for the arrays of the store.
-ARRAYS = ("store.arrays", "store.in_memory", "store.plain_arrays")
+ARRAYS = (
+    "store.array_specs",
+    "store.arrays",
+    "store.in_memory",
+    "store.packed_arrays",
+    "store.plain_arrays",
+)
 HEAVY = {"jax", "orbax", "tensorstore"}
 
 

@@ -15,11 +15,14 @@ VERSION = 1
 ZSTD = "zstd"
 # Arrays of numbers whose bytes are compressed apart: all first ones, all second ones, and so on.
 BLOSC = "blosc"
+# Arrays of integers whose chunks are packed row by row, and the feature that they are, as are
+# segments that are added to what lies below them.
+PACKED_ROWS, LATTICE = "packed_rows", "lattice"
 # Dense leaves that are stored as tiles, like rows, rather than by Orbax.
 DENSE_TILES = "dense_tiles"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
-KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD, BLOSC, DENSE_TILES})
+KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD, BLOSC, DENSE_TILES, LATTICE})
 
 # Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.
 RESERVED_FEATURES: frozenset[str] = frozenset({"tombstones"})

@@ -32,8 +32,13 @@ _FORMS = ("all", "none", "bitmap", "gaps")
 _MOST_ELEMENTS = 2**59 - 1
 # What a writer may be asked for.
 COMPRESSIONS = (names.ZSTD,)
-# How chunks may be compressed then, by their elements; each is a required feature of the same name.
-CHUNK_CODECS = (names.ZSTD, names.BLOSC)
+# How chunks may be compressed then, by their elements, or as a codec asks; and the required feature
+# of each.
+CHUNK_CODECS = {
+    names.ZSTD: names.ZSTD,
+    names.BLOSC: names.BLOSC,
+    names.PACKED_ROWS: names.LATTICE,
+}
 PROCESS_FORMAT = f"{names.FORMAT}.process"
 
 
@@ -98,11 +103,17 @@ class PartRef:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Encoded rows: indices into the codecs and row ids of the process, and the parts."""
+    """Encoded rows: indices into the codecs and row ids of the process, and the parts.
+
+    Attributes:
+        below: digest of the same rows as they lie below, to which these are added; None: these
+            replace them, and it is not stored.
+    """
 
     codec: int
     row_ids: int
     parts: Mapping[str, PartRef]
+    below: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +190,9 @@ class ProcessManifest:
     def features(self) -> frozenset[str]:
         """Features, beyond the version, that a reader needs to know to read this."""
         entries = [*self.arrays.values(), *([self.dense.array] if self.dense else ())]
-        found = {each.compressed.codec for each in entries if each.compressed}
+        found = {CHUNK_CODECS[e.compressed.codec] for e in entries if e.compressed}
+        if any(segment.below for tile in self.tiles for segment in tile.segments):
+            found.add(names.LATTICE)
         return frozenset(found | ({names.DENSE_TILES} if self.dense else set()))
 
 
@@ -225,6 +238,7 @@ def _tile_json(tile: Tile) -> dict[str, object]:
                     name: {"array": part.array, "offset": part.offset}
                     for name, part in segment.parts.items()
                 },
+                **({"below": segment.below} if segment.below else {}),
             }
             for segment in tile.segments
         ],
@@ -304,7 +318,7 @@ def _read_dense(fields: Fields) -> DensePart:
 
 def _read_compressed(fields: Fields) -> Compressed:
     return Compressed(
-        codec=fields.text("codec", choices=CHUNK_CODECS),
+        codec=fields.text("codec", choices=tuple(CHUNK_CODECS)),
         bytes=fields.integers("bytes", minimum=1),
     )
 
@@ -353,7 +367,7 @@ def _quick_tile(item: Any) -> Tile | None:
 
 def _quick_segment(item: Any) -> Segment | None:
     codec, row_ids = item["codec"], item["row_ids"]
-    if not (is_integer(codec) and is_integer(row_ids)):
+    if not (is_integer(codec) and is_integer(row_ids)) or "below" in item:
         return None
     parts: dict[str, PartRef] = {}
     for name, part in item["parts"].items():
@@ -372,6 +386,7 @@ def _read_segment(fields: Fields) -> Segment:
             "parts",
             lambda f: PartRef(array=f.text("array"), offset=f.integer("offset")),
         ),
+        below=fields.hexadecimal("below", 16) if fields.has("below") else None,
     )
 
 

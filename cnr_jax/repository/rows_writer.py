@@ -7,7 +7,6 @@ Crash order: a process manifest is written when every array it names is on stora
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
 import time
@@ -18,7 +17,6 @@ import jax
 import numpy as np
 
 from cnr_jax.format import names, rowids
-from cnr_jax.format.boxes import Box
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.format.manifest import FileDigest, NamedConfiguration, SampledMotion
 from cnr_jax.format.tiles import (
@@ -32,6 +30,9 @@ from cnr_jax.format.tiles import (
     dump_process,
 )
 from cnr_jax.repository.dense_writer import DenseWriter
+from cnr_jax.repository.lattice_rows import LatticeRows
+from cnr_jax.repository.parent_rows import TileKey, WrittenTile
+from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.repository.staging import DenseBytes, parted
 from cnr_jax.repository.store import (
     AnyPath,
@@ -40,50 +41,18 @@ from cnr_jax.repository.store import (
     syncs_directories,
     write_durably,
 )
-from cnr_jax.repository.store.arrays import ArrayWriter
+from cnr_jax.repository.store.arrays import COMPRESSED_LEAST_BYTES, ArrayWriter
 from cnr_jax.repository.store.checked import numpy_dtype
+from cnr_jax.repository.store.packed_arrays import PackedWriter
 from cnr_jax.rows.codecs import Codec, Raw
+from cnr_jax.rows.codecs.lattice import Parts
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, encode_chunks
 from cnr_jax.rows.gather.motion import Motion
+from cnr_jax.rows.tiling import host_device
 
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """What is written for one tile: the rows of one run, and where they belong.
-
-    Attributes:
-        box: the tile, start and stop in each dimension of the leaf.
-        positions: sorted positions within the tile; None for all rows. Runs of one row range
-            share the same object, and then the row ids are stored once.
-        count: rows; zero writes a tile without segments.
-        dtype: of the leaf.
-    """
-
-    table: str
-    leaf: str
-    box: Box
-    positions: np.ndarray | None
-    count: int
-    codec: Codec
-    dtype: np.dtype
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tile."""
-        return self.box[0][1] - self.box[0][0]
-
-    @property
-    def width(self) -> int:
-        """Elements in a row of the tile."""
-        return math.prod(stop - start for start, stop in self.box[1:])
-
-    @property
-    def is_slot(self) -> bool:
-        """Whether this is an optimizer slot rather than the table itself."""
-        return self.leaf != "table"
+_NOTHING: Mapping[TileKey, Parts] = {}
 
 
 class Written(NamedTuple):
@@ -95,6 +64,7 @@ class Written(NamedTuple):
         waiting_secs: for which the writing waited for rows to be gathered.
         encode_secs: for which it then waited for their codes.
         row_errors: of rounded rows; None where all are exact.
+        tiles: rows on a lattice, for the save that rests on this one.
     """
 
     digest: FileDigest
@@ -102,16 +72,18 @@ class Written(NamedTuple):
     waiting_secs: float
     encode_secs: float
     row_errors: RowErrors | None
+    tiles: Mapping[TileKey, WrittenTile]
 
 
 class _PartArray(NamedTuple):
-    """The array that holds a part of a codec, and its elements and bytes in a row."""
+    """The array that holds a part of a codec, its elements and bytes in a row, and compression."""
 
     part: str
     array: str
     dtype: str
     width: int
     row_bytes: int
+    compression: str | None
 
 
 @functools.cache
@@ -120,9 +92,13 @@ def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray,
     found: list[_PartArray] = []
     for name, part in codec.parts(width, dtype).items():
         stored = part.dtype.name
-        array = names.array_name(codec.name, name, stored)
-        row_bytes = part.width * part.dtype.itemsize
-        found.append(_PartArray(name, array, stored, part.width, row_bytes))
+        # Only rows of one width can be packed together.
+        called = (
+            f"{name}{part.width}" if part.compression == names.PACKED_ROWS else name
+        )
+        array = names.array_name(codec.name, called, stored)
+        row_bytes, how = part.width * part.dtype.itemsize, part.compression
+        found.append(_PartArray(name, array, stored, part.width, row_bytes, how))
     return tuple(found)
 
 
@@ -153,7 +129,8 @@ class RowsWriter:
         process: index of this process.
         plans: one for each tile, those with rows in the order of the chunks.
         dense: the tiles of dense leaves, in the order in which their bytes come.
-        compression: of all arrays; None: none.
+        compression: of all arrays whose codec does not ask for another; None: none.
+        below: parts of all rows of tiles as they are in the step that the save rests on.
     """
 
     def __init__(
@@ -165,6 +142,7 @@ class RowsWriter:
         dense: Sequence[DenseTile] = (),
         *,
         compression: str | None = None,
+        below: Mapping[TileKey, Parts] = _NOTHING,
     ) -> None:
         self._directory, self._compression = directory, compression
         self._rows = directory / names.rows_directory(process)
@@ -183,7 +161,8 @@ class RowsWriter:
         # By array, as encoded.
         self._slot_bytes: collections.Counter[str] = collections.Counter()
         self._offsets: list[dict[str, PartRef]] = []
-        self._writers: dict[str, ArrayWriter] = {}
+        self._writers: dict[str, ArrayWriter | PackedWriter] = {}
+        self._lattice = LatticeRows(self._with_rows, below, host_device())
         try:
             self._open_writers()
             self._dense = DenseWriter(
@@ -197,33 +176,51 @@ class RowsWriter:
 
     def _open_writers(self) -> None:
         """Sets where the parts of each run start, and opens the arrays that hold them."""
-        lengths: dict[tuple[str, str], int] = {}
+        lengths: dict[str, int] = {}
+        arrays: dict[str, _PartArray] = {}
         escapes: dict[tuple[str, str], int] = {}
         for plan in self._with_rows:
             refs: dict[str, PartRef] = {}
             for part in _part_arrays(plan.codec, plan.width, plan.dtype):
-                key = (part.array, part.dtype)
-                start = lengths.get(key, 0)
+                start = lengths.get(part.array, 0)
                 refs[part.part] = PartRef(array=part.array, offset=start)
-                lengths[key] = start + plan.count * part.width
+                lengths[part.array] = start + plan.count * part.width
+                arrays[part.array] = part
             self._offsets.append(refs)
             if not isinstance(plan.codec, Raw):
                 key = _escape_array(plan.dtype)
                 escapes[key] = escapes.get(key, 0) + plan.count * plan.width
-        for (array, dtype), length in lengths.items():
-            self._writers[array] = self._open(array, dtype, length)
+        for array, part in arrays.items():
+            self._writers[array] = self._open_part(part, lengths[array])
         for (array, dtype), length in escapes.items():
             self._writers[array] = self._open(array, dtype, length, exact=False)
 
+    def _open_part(self, part: _PartArray, length: int) -> ArrayWriter | PackedWriter:
+        packed = part.compression == names.PACKED_ROWS
+        if (
+            packed
+            and length * numpy_dtype(part.dtype).itemsize > COMPRESSED_LEAST_BYTES
+        ):
+            path = self._rows / part.array
+            return PackedWriter(path, part.dtype, length, part.width)
+        how = self._compression if packed else part.compression
+        return self._open(part.array, part.dtype, length, compression=how)
+
     def _open(
-        self, array: str, dtype: str, length: int, *, exact: bool = True
+        self,
+        array: str,
+        dtype: str,
+        length: int,
+        *,
+        exact: bool = True,
+        compression: str | None = None,
     ) -> ArrayWriter:
         return ArrayWriter(
             self._rows / array,
             dtype,
             length,
             exact=exact,
-            compression=self._compression,
+            compression=compression or self._compression,
             syncs=self._syncs,
         )
 
@@ -245,11 +242,11 @@ class RowsWriter:
         """
         done, waits, codes = 0, [0.0], [0.0]
         rows, dense = parted(chunks)
-        encoding = encode_chunks(_timed(rows, waits), device)
+        encoding = encode_chunks(self._lattice.encoded(_timed(rows, waits)), device)
         for chunk, encoded in _timed(encoding, codes):
-            for name, values in encoded.parts.items():
-                array = names.array_name(chunk.codec.name, name, values.dtype.name)
-                self._writers[array].append(values)
+            stored = self._lattice.stored(encoded.parts, done, chunk.count)
+            for name, values in stored.items():
+                self._writer_of(chunk.codec, name, values).append(values)
             if encoded.rows is not None:
                 self._write_escaped(encoded.escaped + done, encoded.rows)
             # While they are being written.
@@ -294,7 +291,17 @@ class RowsWriter:
         digest = write_durably(path, dump_process(manifest))
         sync_directory(self._directory)
         encoding = max(0.0, codes[0] - waits[0])
-        return Written(digest, manifest, waits[0], encoding, row_errors)
+        written = self._lattice.written()
+        return Written(digest, manifest, waits[0], encoding, row_errors, written)
+
+    def _writer_of(
+        self, codec: Codec, name: str, values: np.ndarray
+    ) -> ArrayWriter | PackedWriter:
+        array = names.array_name(codec.name, name, values.dtype.name)
+        if array not in self._writers:
+            called = f"{name}{values.shape[1]}"
+            array = names.array_name(codec.name, called, values.dtype.name)
+        return self._writers[array]
 
     def stop(self) -> None:
         """Waits until nothing is being written: a failed save's folder may be removed."""
@@ -307,6 +314,7 @@ class RowsWriter:
         runs = np.searchsorted(self._starts, at, side="right") - 1
         array, _ = _escape_array(rows.dtype)
         writer = self._writers[array]
+        assert isinstance(writer, ArrayWriter)
         for run in np.unique(runs).tolist():
             mine = runs == run
             where = PartRef(array=array, offset=writer.position)
@@ -324,7 +332,10 @@ class RowsWriter:
             ids = self._shared_ids(plan)
             segments.append(
                 Segment(
-                    codec=self._codec(plan.codec), row_ids=ids, parts=self._offsets[run]
+                    codec=self._codec(plan.codec),
+                    row_ids=ids,
+                    parts=self._offsets[run],
+                    below=self._lattice.below(run),
                 )
             )
             for at, where in self._escaped.get(run, ()):

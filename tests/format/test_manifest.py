@@ -538,7 +538,7 @@ def test_rules_of_the_manifest_are_checked(
         ({"arrays.row_ids.chunk": 0}, "chunk: expected an integer of at least 1"),
         (
             {"arrays.row_ids.compressed": {"codec": "lz4", "bytes": [20, 20]}},
-            'compressed.codec: expected one of zstd, blosc, got "lz4"',
+            'compressed.codec: expected one of zstd, blosc, packed_rows, got "lz4"',
         ),
         (
             {"arrays.row_ids.compressed": {"codec": "zstd", "bytes": [20]}},

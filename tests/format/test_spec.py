@@ -24,7 +24,7 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import arrays, checked, digest_of
 from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter
 from cnr_jax.rows import codecs
-from cnr_jax.rows.codecs import grid
+from cnr_jax.rows.codecs import grid, lattice, packed
 from cnr_jax.state import layouts
 
 from ..conftest import each_of
@@ -360,7 +360,7 @@ def test_formula_gives_the_bits_of_the_codec(bits: int, dtype: str) -> None:
 def test_required_features_are_those_of_the_code() -> None:
     line = re.search(r"Known features: (.*?)\. Reserved: (.*?) \(", section("11"))
     assert set(re.findall(r"`(\w+)` \(", line[1])) == names.KNOWN_FEATURES
-    assert set(tiles.CHUNK_CODECS) <= names.KNOWN_FEATURES
+    assert set(tiles.CHUNK_CODECS.values()) <= names.KNOWN_FEATURES
     assert set(re.findall(r"`(\w+)`", line[2])) == names.RESERVED_FEATURES
     assert not names.RESERVED_FEATURES & names.KNOWN_FEATURES
 
@@ -368,6 +368,7 @@ def test_required_features_are_those_of_the_code() -> None:
 def test_limits_of_arrays_and_chunks_are_those_of_the_code() -> None:
     assert f"at most {arrays.CHUNK_BYTES >> 20} MiB" in section("6.2")
     assert f"less than {arrays.COMPRESSED_LEAST_BYTES} bytes" in section("6.2")
+    assert f"at most {checked.PACKED_MOST_BYTES >> 20} MiB unpacked" in section("6.6")
 
 
 def test_handler_types_ever_used_are_importable() -> None:
@@ -548,6 +549,38 @@ def test_compressed_example_is_read_and_its_metadata_is_what_is_written(
     expected = json.loads(described_codecs)
     assert [codec["name"] for codec in written] == [c["name"] for c in expected]
     assert written[1]["configuration"]["level"] == expected[1]["configuration"]["level"]
+
+
+def numbers_of(cell: str) -> np.ndarray:
+    """Rows of numbers: `1, 2; 3, 4`."""
+    return np.array([[float(x) for x in row.split(",")] for row in cell.split(";")])
+
+
+def test_example_of_a_lattice_adds_up_to_the_shown_values() -> None:
+    pytest.importorskip("zstandard")
+    (table,) = (t for t in tables_in(section("12.4")) if t[0][0] == "segment")
+    (full, delta) = (
+        {
+            "integers": numbers_of(row[2]).astype(np.int8),
+            "scale": numbers_of(row[3]).astype(np.float32).T.reshape(-1, 1),
+        }
+        for row in table[1:]
+    )
+    ids = [int(i) for i in table[2][1].split(",")]
+    below = {name: part[ids] for name, part in full.items()}
+    digest = lattice.Digest()
+    digest.update(below)
+    assert f"`{digest.hexdigest()}`" == table[2][4]
+    codec = codecs.codec_from("cnr.lattice", {"bits": 4})
+    assert isinstance(codec, lattice.Lattice)
+    for name, part in codec.added(delta, below).items():
+        full[name][ids] = part
+    read = codec.decode(full, dim=4, dtype=np.float32)
+    shown = tables_in(section("12.4"))[1][1:]
+    np.testing.assert_array_equal(read, [numbers_of(row[1])[0] for row in shown])
+    (stored,) = blocks("packed").values()
+    packed_rows = packed.unpack_rows(shown_bytes(stored), 8, np.dtype(np.int8))
+    np.testing.assert_array_equal(packed_rows, delta["integers"])
 
 
 def test_damaged_example_is_refused() -> None:

@@ -17,17 +17,18 @@ import jax
 import numpy as np
 
 from cnr_jax.encoding import Encoding
-from cnr_jax.repository.rows_writer import RunPlan
+from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.rows.codecs import Codec, Dithering, Raw
 from cnr_jax.rows.codecs.base import WIDEST
 from cnr_jax.rows.codecs.dither import Dither, dither_seed, row_keys
+from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice
 from cnr_jax.rows.gather.chunk import HostRows, KeysOf, Run
 from cnr_jax.rows.gather.encode import (
     Sample,
     sample_positions,
 )
 from cnr_jax.rows.gather.host import Chosen
-from cnr_jax.rows.gather.motion import FollowedRows, TileRef
+from cnr_jax.rows.gather.motion import FollowedRows, TileRef, rows_at, spread
 from cnr_jax.rows.shards import Shards, Tiling
 from cnr_jax.rows.tiling import (
     Arrays,
@@ -129,6 +130,7 @@ class Rows:
         self.counts = chosen.counts[np.array(tiling.range_of, np.int64)]
         some = [numbers[self.counts[numbers] > 0].tolist() for numbers in coding.kinds]
         self.kinds = [numbers for numbers in some if numbers]
+        self._samples: dict[int, np.ndarray] = {}
 
     def positions(self, number: int) -> np.ndarray | None:
         """Of the rows of a tile that are written; None: all."""
@@ -145,32 +147,46 @@ class Rows:
         return tuple(map(self._plan, order))
 
     def _plan(self, number: int) -> RunPlan:
-        tile = self._coding.tiling.tiles[number]
+        tile, codec = self._coding.tiling.tiles[number], self._coding.codecs[number]
+        is_late = _gathered(codec) != codec
         return RunPlan(
             table=tile.table.name,
             leaf=tile.leaf.name,
             box=tile.piece.box,
             positions=self.positions(number),
             count=int(self.counts[number]),
-            codec=self._coding.codecs[number],
+            codec=codec,
             dtype=tile.leaf.dtype,
+            keys_of=self._coding.keys_of[number] if is_late else None,
+            sample=self._samples.get(number),
         )
 
     def sources(self, shards: Shards) -> list[HostRows | Run]:
         """The rows themselves, in order; they refer to the state's buffers."""
         found: list[HostRows | Run] = []
         for numbers in self.kinds:
+            if _gathered(codec := self._coding.codecs[numbers[0]]) != codec:
+                self._sample(numbers, shards)
             if self._coding.tiling.wheres[numbers[0]] == "host":
                 found.append(self._on_host(numbers, shards))
             else:
                 found += [self._on_device(number, shards) for number in numbers]
         return found
 
+    def _sample(self, numbers: Sequence[int], shards: Shards) -> None:
+        """Keeps a sample of tiles of which all rows are saved: their steps are chosen anew."""
+        for number in numbers:
+            if self.positions(number) is None:
+                at = spread(int(self.counts[number]), SAMPLE_ROWS)
+                self._samples[number] = rows_at(shards, number, at)
+
     def _on_host(self, numbers: Sequence[int], shards: Shards) -> HostRows:
         coding, tiling, words = self._coding, shards.tiling, shards.words
-        tile, keys = tiling.tiles[numbers[0]], [coding.keys_of[n] for n in numbers]
+        tile, codec = tiling.tiles[numbers[0]], coding.codecs[numbers[0]]
+        gathered = _gathered(codec)
+        keys = [coding.keys_of[n] for n in numbers if gathered == codec]
         return HostRows(
-            codec=coding.codecs[numbers[0]],
+            codec=gathered,
             dtype=tile.leaf.dtype,
             width=_width(tile),
             words=[found for n in numbers if (found := words[n]) is not None],
@@ -183,14 +199,24 @@ class Rows:
     def _on_device(self, number: int, shards: Shards) -> Run:
         coding, tiling = self._coding, shards.tiling
         start, stop = tiling.tiles[number].rows
+        codec = coding.codecs[number]
+        gathered = _gathered(codec)
         return Run(
             data=shards.data[number],
             first=tiling.firsts[number],
             rows=stop - start,
             positions=self.positions(number),
-            codec=coding.codecs[number],
-            keys_of=coding.keys_of[number],
+            codec=gathered,
+            keys_of=coding.keys_of[number] if gathered == codec else None,
         )
+
+
+def _gathered(codec: Codec) -> Codec:
+    """The codec by which rows are encoded where they are gathered.
+
+    On a lattice they are once they are on the host, where what lies below them is.
+    """
+    return Raw() if isinstance(codec, Lattice) else codec
 
 
 def with_samples(sources: Sequence[HostRows | Run], sample: Sample) -> list[Any]:

@@ -29,9 +29,12 @@ from cnr_jax.encoding import Encoding
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
 from cnr_jax.repository.index.planner import SavePlan
-from cnr_jax.repository.rows_writer import RowsWriter, RunPlan
+from cnr_jax.repository.parent_rows import ParentRows, TileKey
+from cnr_jax.repository.rows_writer import RowsWriter
+from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.repository.staging import Room, Stage
 from cnr_jax.repository.store import AnyPath
+from cnr_jax.rows.codecs.lattice import Lattice, Parts
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import HostRows
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, Sample
@@ -74,6 +77,7 @@ class Launcher:
         self._buffers = Buffers(self._options.kept_staging_bytes)
         self._room = Room(self._options.max_staging_bytes)
         self._coding: capture.Coding | None = None
+        self._parents = ParentRows()
 
     def _coding_of(
         self, changed: ChangedRows, plan: SavePlan, encoding: Encoding
@@ -132,7 +136,15 @@ class Launcher:
                 flight,
                 directories,
                 lambda: _write_rows(
-                    flight, directory, rows, tiles, stage, encoding, sample, followed
+                    flight,
+                    directory,
+                    rows,
+                    tiles,
+                    stage,
+                    encoding,
+                    sample,
+                    followed,
+                    self._parents,
                 ),
                 stage.abort,
                 self._channel,
@@ -179,8 +191,26 @@ def _write_rows(
     encoding: Encoding,
     sample: Sample | None,
     followed: FollowedRows | None,
+    parents: ParentRows,
 ) -> None:
     """Writes what comes through the stage; runs in the background."""
+    with parents.writing(flight.plan.uuid):
+        _write(
+            flight, directory, rows, tiles, stage, encoding, sample, followed, parents
+        )
+
+
+def _write(
+    flight: SaveInFlight,
+    directory: AnyPath,
+    rows: capture.Rows,
+    tiles: Sequence[DenseTile],
+    stage: Stage,
+    encoding: Encoding,
+    sample: Sample | None,
+    followed: FollowedRows | None,
+    parents: ParentRows,
+) -> None:
     stage.wait()
     if stage.is_closed:
         # What training has yet to do is Python's, of which each thread takes a lot at a time.
@@ -196,6 +226,7 @@ def _write_rows(
         plans,
         tiles,
         compression=encoding.packing,
+        below=_below(flight, plans, parents),
     )
     try:
         flight.written = writer.write(stage, host_device(), compared)
@@ -205,8 +236,34 @@ def _write_rows(
         raise
     finally:
         stage.fail()  # nothing is taken any more; others may have the room
+    parents.note(flight.plan.uuid, flight.plan.parent, flight.written.tiles)
     if flight.written.row_errors is not None:
         _say_rounding(flight, flight.written.row_errors, plans, encoding)
+
+
+def _below(
+    flight: SaveInFlight, plans: Sequence[RunPlan], parents: ParentRows
+) -> dict[TileKey, Parts]:
+    """What rows on lattices rest on; nothing where it cannot be read: then all is stored."""
+    keys = {
+        plan.key: plan.codec
+        for plan in plans
+        if plan.count and isinstance(plan.codec, Lattice)
+    }
+    place, parent = flight.place, flight.plan.parent
+    if parent is None or not keys:
+        return {}
+    try:
+        return parents.of(place.root, place.item, parent, keys)
+    except (errors.CnrError, OSError) as error:
+        # So it is of a parent that is being written still.
+        _log.info(
+            "step %d is stored without differences: %s cannot be read: %s",
+            flight.step,
+            parent.directory,
+            error,
+        )
+        return {}
 
 
 def _say_rounding(

@@ -8,16 +8,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from cnr_jax import errors
 from cnr_jax.format.boxes import Box
 from cnr_jax.format.manifest import TableEntry
 from cnr_jax.format.tiles import Segment, Tile
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Codec, Part, Raw, bytes_of
+from cnr_jax.rows.codecs.lattice import Digest, Lattice
 from cnr_jax.state.layouts import Identity, RowLayout, layout_from
 
 Index = np.ndarray | slice
@@ -288,6 +291,44 @@ class Held:
         """Number of rows."""
         return length(self.index)
 
+    @property
+    def adds(self) -> bool:
+        """Whether the rows are added to those before them, rather than replace them."""
+        return self.segment.below is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all rows of the segment, in their order."""
+        count = self.reader.count(self.process, self.segment.row_ids)
+        return self.count == count and np.array_equal(
+            as_array(self.index), np.arange(count)
+        )
+
+    def added(
+        self, rows: Mapping[str, np.ndarray], below: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Parts of rows, given what the segment holds and what lies below it."""
+        assert isinstance(self.encoding.codec, Lattice)
+        return self.encoding.codec.added(rows, below)
+
+    def check_below(self, below: Mapping[str, np.ndarray]) -> None:
+        """Checks that the rows of the whole segment lie on those that they were taken from.
+
+        Raises:
+            IntegrityError: if not.
+        """
+        digest = Digest()
+        digest.update(below)
+        found = digest.hexdigest()
+        if found != self.segment.below:
+            where = os.fspath(self.reader.directory)
+            raise errors.IntegrityError(
+                f"{where}: differences do not belong to the rows below them\n"
+                f"  got rows of digest {found}, expected {self.segment.below}",
+                kind="foreign_rows",
+                path=where,
+            )
+
 
 def held_rows(
     chain: Sequence[StepReader], table: str, leaf: str, target: Target, box: Box
@@ -304,6 +345,8 @@ def held_rows(
             trailing = tuple(stop - start for start, stop in tile.box[1:])
             for segment in tile.segments:
                 codec = reader.codec(process, segment.codec)
+                if segment.below is not None:
+                    _check_adds(reader, codec, is_full=reader is chain[0])
                 stored, encoding = _encodings(codec, trailing, columns, dtype)
                 if moved:  # row by row: lists of them all are made
                     check_rows_stored(reader, process, tile, segment)
@@ -351,6 +394,18 @@ def check_rows_stored(
     stored = Encoding(codec, trailing, columns, reader.dtypes[tile.table, tile.leaf])
     count = reader.count(process, segment.row_ids)
     _check_stored(reader, process, segment, stored, 0, count)
+
+
+def _check_adds(reader: StepReader, codec: Codec, *, is_full: bool) -> None:
+    """Checks that rows of a segment may be added to what lies below them."""
+    if is_full or not isinstance(codec, Lattice):
+        where, kind = os.fspath(reader.directory), "full" if is_full else "delta"
+        raise errors.FormatError(
+            f"{where}: a segment is added to others\n"
+            f"  got codec {codec.name} in a {kind} checkpoint, expected {Lattice.name} in a"
+            " delta",
+            path=where,
+        )
 
 
 def _check_stored(

@@ -14,14 +14,17 @@ from cnr_jax.format.boxes import Box
 from cnr_jax.format.tiles import Segment
 from cnr_jax.repository.replay.encoded import (
     Encoding,
+    Target,
     listed_rows,
     shared_columns,
     split_columns,
 )
-from cnr_jax.repository.replay.on_host import Decoding, decode_all
+from cnr_jax.repository.replay.on_host import Decoding, decode_all, host_rows
+from cnr_jax.repository.replay.regions import WantedLeaf, columns_in, region_of
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.repository.store.arrays import SMALL_READ_BYTES
 from cnr_jax.rows.codecs import Part
+from cnr_jax.state.layouts import Identity, layout_from
 
 
 def picked_rows(
@@ -42,6 +45,13 @@ def picked_rows(
         IntegrityError: if data of these rows is missing or damaged.
         FormatError: if segments do not fit their codecs.
     """
+    if any(
+        segment.below
+        for reader in chain
+        for _, tile in reader.tiles(table, leaf)
+        for segment in tile.segments
+    ):
+        return _merged_rows(chain, table, leaf, stored)
     entry = next(x for x in chain[0].tables[table].leaves if x.name == leaf)
     whole = tuple((0, size) for size in entry.shape)
     pieces = split_columns(chain, table, leaf, whole)
@@ -53,6 +63,24 @@ def picked_rows(
         into = out[:, *(slice(start, stop) for start, stop in piece[1:])]
         items += (Decoding(e, parts, len(at), into, at) for e, parts, at in read)
     decode_all(items)
+    return out
+
+
+def _merged_rows(
+    chain: Sequence[StepReader], table: str, leaf: str, stored: np.ndarray
+) -> np.ndarray:
+    """Rows that may be sums, for which all of the chain is read."""
+    entry = chain[0].tables[table]
+    layout = layout_from(entry.layout.name, entry.layout.configuration)
+    count, taken = len(stored), np.asarray(layout.to_logical(stored))
+    target = Target(rows=count, layout=Identity(), padded_rows=count, taken=taken)
+    dtype = chain[0].dtypes[table, leaf]
+    wanted = WantedLeaf(chain, table, leaf, target, dtype, dtype)
+    shape = next(x.shape for x in entry.leaves if x.name == leaf)[1:]
+    region = region_of(wanted, ((0, count), *((0, size) for size in shape)))
+    out = np.zeros((count, *shape), dtype)
+    for piece in region.pieces:
+        host_rows(wanted.merged(piece), count, out[:, *columns_in(region.box, piece)])
     return out
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
+from cnr_jax import errors
 from cnr_jax.format.boxes import Box
 from cnr_jax.repository.replay.encoded import (
     Encoding,
@@ -77,16 +78,27 @@ class WantedLeaf:
 
     def encoding(self, box: Box) -> Encoding:
         """The encoding of most rows of a region."""
-        held = self.held(box)
-        return held[0].encoding if held else self.empty(box)
+        return self._main(self.held(box), box)
+
+    def _main(self, held: Sequence[Held], box: Box) -> Encoding:
+        """That in which rows are added, if any are, else that of the first that is held."""
+        adding = list({each.encoding: None for each in held if each.adds})
+        if len(adding) > 1:
+            where = os.fspath(self.chain[-1].directory)
+            raise errors.FormatError(
+                f"{where}: rows of {self.table}.{self.name} are added in"
+                f" {len(adding)} encodings, expected one",
+                path=where,
+            )
+        found = adding or [each.encoding for each in held[:1]]
+        return found[0] if found else self.empty(box)
 
     def merged(self, box: Box, main: Encoding | None = None) -> Merged:
         """The newest copy of each row of a region.
 
         Args:
             box: of the region.
-            main: the encoding in which most rows are to come; None: that of the first that is
-                held.
+            main: the encoding in which most rows are to come; None: see `encoding`.
 
         Raises:
             IntegrityError: if data is missing or damaged.
@@ -94,7 +106,7 @@ class WantedLeaf:
         """
         held, empty, rows = self.held(box), self.empty(box), box[0][1] - box[0][0]
         if main is None:
-            main = held[0].encoding if held else empty
+            main = self._main(held, box)
         parts = main.room(rows, aligned_empty)
         covered = sum(each.count for each in held if each.first)
         owners = _Owners(rows, covered, len(held))
@@ -103,6 +115,10 @@ class WantedLeaf:
         for each in held:
             if each.encoding == main:
                 owners.claim(each.at, 0)
+                if each.adds:
+                    queue.drain()
+                    if each.is_whole:
+                        each.check_below({n: p[each.at] for n, p in parts.items()})
                 queue.extend(_readings(each, parts, direct=each.first))
             else:
                 others.append(each)
@@ -350,6 +366,15 @@ def _put(
     at: Index,
 ) -> None:
     """Waits until a block is read, and puts it in place; None: it was read to there."""
+    if held.adds:
+        rows = {
+            name: reading().reshape(-1, held.stored.parts[name].width)[pick]
+            for name, reading in block.items()
+        }
+        below = {name: part[at] for name, part in parts.items()}
+        for name, found in held.added(rows, below).items():
+            parts[name][at] = found
+        return
     for name, reading in block.items():
         values = reading()
         if pick is None:

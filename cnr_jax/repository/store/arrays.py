@@ -35,6 +35,7 @@ from cnr_jax.repository.store import (
     store_of,
     write_durably,
 )
+from cnr_jax.repository.store.array_specs import spec_of
 from cnr_jax.repository.store.checked import (
     check_chunk_file,
     damage,
@@ -45,6 +46,7 @@ from cnr_jax.repository.store.checked import (
     reading,
     stored_crc32c,
 )
+from cnr_jax.rows.codecs.packed import unpack_rows
 
 # Bytes of a chunk at most: 16 MiB write at disk speed, 1 MiB 2 to 3 times slower, each synced.
 CHUNK_BYTES = 16 << 20
@@ -56,15 +58,6 @@ LEAST_CHUNK_BYTES = 2 << 20
 # Least bytes of an array that is compressed. What says so takes about 100 bytes of metadata and
 # manifest, and zstd seldom gains 10 % of codes.
 COMPRESSED_LEAST_BYTES = 1 << 10
-# Level 1 of zstd takes in 0.6 GB/s a core of codes and gives out 0.55, and
-# `tests/benchmarks/entropy.py` has others. In numbers of several bytes the high ones repeat, so
-# they are packed apart from the rest: float32 rows take 0.84 of their bytes then, and 0.93
-# together, and are read some times faster.
-_PLANES = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle"}
-# Bytes that are packed apart at a time: in blocks of 32 KiB, blosc's own choice, nothing is gained.
-_PLANES_BLOCK_BYTES = 1 << 20
-# What zarr v3 calls zero where it is not a number.
-_ZEROS = {"bool": False, "complex64": [0, 0], "complex128": [0, 0]}
 # Chunks of one array in flight: one is written while the next is filled.
 _IN_FLIGHT = 3
 # Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
@@ -90,48 +83,6 @@ def context(cache_bytes: int = CACHE_BYTES, *, syncs: bool = True) -> ts.Context
             "cache_pool": {"total_bytes_limit": cache_bytes},
         }
     )
-
-
-def spec_of(
-    path: AnyPath, dtype: str, length: int, chunk: int, compression: str | None = None
-) -> dict[str, Any]:
-    """What TensorStore has to know of an array to open it.
-
-    Raises:
-        OptionError: if it does not take the path.
-    """
-    grid = {"name": "regular", "configuration": {"chunk_shape": [chunk]}}
-    metadata = {
-        "shape": [length],
-        "data_type": dtype,
-        "chunk_grid": grid,
-        "chunk_key_encoding": {"name": "default"},
-        "fill_value": _ZEROS.get(dtype, 0),
-        "codecs": [
-            {"name": "bytes", "configuration": {"endian": "little"}},
-            *([_codec(compression, dtype)] if compression is not None else []),
-            {"name": "crc32c"},
-        ],
-    }
-    return {
-        "driver": "zarr3",
-        "kvstore": store_of(path).kvstore(path) or in_memory.FOLDER,
-        "metadata": metadata,
-        # A missing chunk is an error, never a chunk of zeros; so zeros must be written.
-        "fill_missing_data_reads": False,
-        "store_data_equal_to_fill_value": True,
-    }
-
-
-def _codec(compression: str, dtype: str) -> dict[str, Any]:
-    """The zarr codec by which chunks are compressed."""
-    if compression == names.ZSTD:
-        return {"name": "zstd", "configuration": {"level": 1}}
-    sizes = {
-        "typesize": numpy_dtype(dtype).itemsize,
-        "blocksize": _PLANES_BLOCK_BYTES,
-    }
-    return {"name": "blosc", "configuration": _PLANES | sizes}
 
 
 def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> int:
@@ -418,8 +369,8 @@ class ArrayReader:
         self._ahead: dict[int, Future[bytes]] = {}
         self._store: ts.TensorStore | None = None
         # Of an array that has one chunk, made of what was read.
-        self._spec = spec
-        if store_of(path).kvstore(path) is None:
+        self._spec, self._is_packed = spec, compression == names.PACKED_ROWS
+        if self._is_packed or store_of(path).kvstore(path) is None:
             spec["metadata"]["shape"] = [entry.chunk]
             return
         # Not in the spec: `open=True` would override it there, and read zarr.json.
@@ -455,7 +406,9 @@ class ArrayReader:
             IntegrityError: if a chunk is missing, damaged or not the one of this array.
             FormatError: if the slice is not inside the array.
         """
-        if (stop - start) * self._dtype.itemsize > SMALL_READ_BYTES:
+        # Of a packed chunk nothing is read without unpacking all of it, which is done once.
+        is_large = (stop - start) * self._dtype.itemsize > SMALL_READ_BYTES
+        if is_large and not self._is_packed:
             return self._start(start, stop, out)
         found = self._small(start, stop)
         if out is not None:
@@ -594,6 +547,11 @@ class ArrayReader:
             # Nothing is handed to a decompressor that was not compared first.
             self._compare(chunk, int.from_bytes(data[-4:], "little"))
         try:
+            if self._is_packed:
+                start = chunk * self._entry.chunk
+                count = min(self._entry.chunk, self._entry.length - start)
+                packed = in_memory.unchecked(data)
+                return unpack_rows(packed, count, self._dtype).reshape(-1)
             return in_memory.elements(self._spec, data)
         except ValueError as error:
             text = str(error).splitlines()[0][:300]

@@ -71,6 +71,8 @@ _NO_DAMAGE = (
 )
 # Bytes that zstd makes of one at most: a block of 128 KiB takes 4.
 _ZSTD_MOST = 1 << 15
+# Bytes of the rows that are packed in a chunk at most, however few they are then.
+PACKED_MOST_BYTES = 32 << 20
 
 
 def means_damage(error: Exception) -> bool:
@@ -436,12 +438,14 @@ def check_chunk_file(path: AnyPath, entry: ArrayEntry, chunk: int) -> None:
         return
     stored = entry.compressed.bytes[chunk]
     check_size(file, stored)
-    if elements > stored * _ZSTD_MOST:
+    is_packed = entry.compressed.codec == names.PACKED_ROWS
+    most = PACKED_MOST_BYTES if is_packed else stored * _ZSTD_MOST
+    if elements > most:
         raise damage(
             file,
             "cannot hold its chunk\n"
-            f"  got {stored} bytes for {elements:,}, of which zstd makes at most"
-            f" {stored * _ZSTD_MOST:,}",
+            f"  got {stored} bytes for {elements:,}, of which"
+            f" {entry.compressed.codec} makes at most {most:,}",
         )
 
 

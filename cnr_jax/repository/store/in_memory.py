@@ -65,3 +65,35 @@ def elements(spec: dict[str, Any], data: bytes) -> np.ndarray:
     ts.KvStore.open(FOLDER, context=own).result().write("c/0", data).result()
     opened = ts.open(spec, open=True, assume_metadata=True, context=own).result()
     return np.asarray(opened.read().result())
+
+
+def checked(data: bytes) -> bytes:
+    """Bytes, and their crc32c after them."""
+    made = ts.open(_checked_spec(len(data)), create=True, context=ts.Context()).result()
+    made.write(np.frombuffer(data, np.uint8)).result()
+    return take(made, "c/0")
+
+
+def unchecked(data: bytes) -> np.ndarray:
+    """What `checked` was given, uint8.
+
+    Raises:
+        ValueError: of TensorStore, if it is damaged.
+    """
+    return elements(_checked_spec(len(data) - 4), data)
+
+
+def _checked_spec(size: int) -> dict[str, Any]:
+    grid = {"name": "regular", "configuration": {"chunk_shape": [size]}}
+    metadata = {
+        "shape": [size],
+        "data_type": "uint8",
+        "chunk_grid": grid,
+        "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+    }
+    return {
+        "driver": "zarr3",
+        "kvstore": FOLDER,
+        "metadata": metadata,
+        "store_data_equal_to_fill_value": True,
+    }

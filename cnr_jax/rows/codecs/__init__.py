@@ -25,10 +25,22 @@ from cnr_jax.rows.codecs.bfloat16 import BFloat16
 from cnr_jax.rows.codecs.codebook import SharedCodebook
 from cnr_jax.rows.codecs.greedy import Greedy
 from cnr_jax.rows.codecs.kmeans import KMeans
+from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.rows.codecs.log import Log
+from cnr_jax.rows.codecs.packed import zstandard
 from cnr_jax.rows.codecs.symmetric import Symmetric
 
-_KINDS = (Raw, Symmetric, Asymmetric, Greedy, KMeans, SharedCodebook, BFloat16, Log)
+_KINDS = (
+    Raw,
+    Symmetric,
+    Asymmetric,
+    Greedy,
+    KMeans,
+    SharedCodebook,
+    BFloat16,
+    Log,
+    Lattice,
+)
 _STORED: dict[str, Callable[..., Codec]] = {kind.name: kind for kind in _KINDS}
 
 # What options call a codec: given the width of a code, which some of them ignore.
@@ -40,6 +52,7 @@ _NAMED: dict[str, Callable[[int], Codec]] = {
     "greedy": lambda bits: Greedy(bits=bits),
     "kmeans": lambda bits: KMeans(bits=bits),
     "codebook": lambda bits: SharedCodebook(bits=bits),
+    "lattice": lambda bits: Lattice(bits=bits),
     "bfloat16": lambda _: BFloat16(),
     "log": lambda _: Log(bits=16),
     "log8": lambda _: Log(bits=8),
@@ -172,7 +185,8 @@ def check_readable(codec: Codec) -> None:
     """Checks that rows of a codec can be read again, by its name and configuration.
 
     Raises:
-        OptionError: for a codec of the user's own, and for what is none.
+        OptionError: for a codec of the user's own, and for what is none; or if it needs a package
+            that is not installed.
     """
     if isinstance(codec, type) or not callable(getattr(codec, "configuration", None)):
         raise OptionError(
@@ -187,3 +201,5 @@ def check_readable(codec: Codec) -> None:
         raise OptionError(
             f"codec {codec!r} could not be read again: it is not one of cnr_jax"
         )
+    if isinstance(codec, Lattice):
+        zstandard()

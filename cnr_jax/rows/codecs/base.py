@@ -33,10 +33,12 @@ class Part(NamedTuple):
     Attributes:
         dtype: dtype of the array.
         width: elements per row; the array is `dtype[rows, width]`.
+        compression: of the array, whatever is asked for all; None: as is asked.
     """
 
     dtype: np.dtype
     width: int
+    compression: str | None = None
 
 
 class Encoded(NamedTuple):

@@ -79,7 +79,7 @@ class FollowedRows:
         left = KEPT_BYTES
         for key, number in list(own.items())[:: max(1, some)]:
             start, stop = tiling.tiles[number].rows
-            followed = _spread(stop - start, min(each, _MOST_ROWS))
+            followed = spread(stop - start, min(each, _MOST_ROWS))
             size = 4 * _width(key) * len(followed)
             # These may be wider than others, and one row alone too wide.
             if size <= left:
@@ -101,24 +101,8 @@ class FollowedRows:
         Args:
             shards: shards of the tiling that they were chosen from.
         """
-        tiling = self._tiling
         for key, number in self._tiles.items():
-            data, first = shards.data[number], tiling.firsts[number]
-            positions = self._positions[key]
-            if tiling.wheres[number] == "device":
-                start, stop = tiling.tiles[number].rows
-                run = Run(
-                    data=data,
-                    first=first,
-                    rows=stop - start,
-                    positions=positions,
-                    codec=Raw(),
-                )
-                found = rows_of(run)
-            else:
-                words = shards.words[number]
-                assert words is not None
-                found = words[positions + first].view(data.dtype)
+            found = rows_at(shards, number, self._positions[key])
             self._before[key] = found.astype(np.float32)
 
     def among(self, tile: TileRef, positions: np.ndarray | None) -> np.ndarray:
@@ -168,13 +152,38 @@ class FollowedRows:
         return found[np.isfinite(found)]
 
 
+def rows_at(shards: Shards, number: int, positions: np.ndarray) -> np.ndarray:
+    """Rows of a tile as they are; waits for the computation that makes them.
+
+    Args:
+        shards: of the state.
+        number: of the tile in their tiling.
+        positions: of the rows in the tile, sorted.
+    """
+    tiling, data = shards.tiling, shards.data[number]
+    first = tiling.firsts[number]
+    if tiling.wheres[number] == "device":
+        start, stop = tiling.tiles[number].rows
+        run = Run(
+            data=data,
+            first=first,
+            rows=stop - start,
+            positions=positions,
+            codec=Raw(),
+        )
+        return rows_of(run)
+    words = shards.words[number]
+    assert words is not None
+    return words[positions + first].view(data.dtype)
+
+
 def _width(tile: TileRef) -> int:
     """Number of elements in a row of a tile."""
     _, box = tile
     return math.prod(stop - start for start, stop in box[1:])
 
 
-def _spread(rows: int, count: int) -> np.ndarray:
+def spread(rows: int, count: int) -> np.ndarray:
     """Positions of so many rows, evenly spread; of all if there are fewer."""
     count = min(rows, count)
     return np.arange(count, dtype=np.int64) * rows // max(1, count)

@@ -1,0 +1,161 @@
+"""Rows as they are stored in the step that a save rests on: what differences are taken to.
+
+They are read back from that step, and kept for the next save, together with what each save writes.
+Nothing has to be said when a save fails: its rows are asked for by nobody, as no step rests on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from cnr_jax.format.boxes import Box
+from cnr_jax.format.manifest import ParentRef
+from cnr_jax.repository.replay.encoded import Target
+from cnr_jax.repository.replay.regions import WantedLeaf
+from cnr_jax.repository.step_reader import StepReader, open_chain
+from cnr_jax.repository.store import AnyPath
+from cnr_jax.rows.codecs import Raw
+from cnr_jax.rows.codecs.lattice import Lattice, Parts
+from cnr_jax.state.layouts import layout_from
+
+# Table, leaf and box.
+TileKey = tuple[str, str, Box]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenTile:
+    """Rows of a tile that a save has written.
+
+    Attributes:
+        codec: of the rows.
+        positions: of them in the tile; None: all.
+        parts: of the rows, with integers as they are read, not as they are stored.
+    """
+
+    codec: Lattice
+    positions: np.ndarray | None
+    parts: Parts
+
+
+class ParentRows:
+    """Parts of all rows of tiles as they are in one step, mostly the parent of the next save.
+
+    From any thread.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Saves whose rows are being written.
+        self._writing: set[str] = set()
+        self._uuid = ""
+        self._tiles: dict[TileKey, WrittenTile] = {}
+        # Of the last save: its uuid, that of what it rests on, empty if on nothing, and its rows.
+        self._last: tuple[str, str, dict[TileKey, WrittenTile]] = "", "", {}
+
+    @contextlib.contextmanager
+    def writing(self, uuid: str) -> Iterator[None]:
+        """While a save writes its rows, those that rest on it wait for these."""
+        with self._changed:
+            self._writing.add(uuid)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing.discard(uuid)
+                self._changed.notify_all()
+
+    def note(
+        self, uuid: str, parent: ParentRef | None, tiles: Mapping[TileKey, WrittenTile]
+    ) -> None:
+        """Keeps what a save has written, until the next one has."""
+        with self._changed:
+            self._last = uuid, parent.uuid if parent else "", dict(tiles)
+
+    def of(
+        self,
+        root: AnyPath,
+        item: str,
+        parent: ParentRef,
+        keys: Mapping[TileKey, Lattice],
+    ) -> dict[TileKey, Parts]:
+        """Parts of all rows of tiles in a step; tiles that differences cannot rest on are left out.
+
+        Args:
+            root: holds the step.
+            item: of it.
+            parent: the step.
+            keys: tiles, and the codec that they are to have there.
+
+        Raises:
+            CnrError: if they cannot be read.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: parent.uuid not in self._writing)
+            self._go_to(parent.uuid)
+            if self._uuid != parent.uuid:
+                self._tiles, self._uuid = {}, parent.uuid
+            missing = {key: c for key, c in keys.items() if key not in self._tiles}
+            if missing:
+                chain = open_chain(root, parent.directory, item)
+                for key, codec in missing.items():
+                    parts = _read(chain, *key, codec)
+                    if parts is not None:
+                        self._tiles[key] = WrittenTile(codec, None, parts)
+            return {
+                key: found.parts
+                for key, codec in keys.items()
+                if (found := self._tiles.get(key)) and found.codec == codec
+            }
+
+    def _go_to(self, uuid: str) -> None:
+        """Brings what is kept to the state of a step, if that is known."""
+        last, parent, tiles = self._last
+        if uuid != last or parent not in ("", self._uuid):
+            return
+        self._tiles = dict(self._tiles) if parent else {}
+        for key, tile in tiles.items():
+            _put(self._tiles, key, tile)
+        self._uuid, self._last = uuid, ("", "", {})
+
+
+def _put(tiles: dict[TileKey, WrittenTile], key: TileKey, new: WrittenTile) -> None:
+    """Puts rows that were written in the places of those that there were."""
+    before = tiles.get(key)
+    if new.positions is None:
+        tiles[key] = new
+    elif before is None or before.codec != new.codec:
+        tiles.pop(key, None)
+    else:
+        # Copies: another save may be reading those that there were.
+        parts = {name: part.copy() for name, part in before.parts.items()}
+        for name, part in parts.items():
+            part[new.positions] = new.parts[name]
+        tiles[key] = WrittenTile(new.codec, None, parts)
+
+
+def _read(
+    chain: Sequence[StepReader], table: str, leaf: str, box: Box, codec: Lattice
+) -> Parts | None:
+    """The parts of all rows of a tile; None if not all are on one lattice."""
+    entry = chain[-1].tables.get(table)
+    if entry is None or all(each.name != leaf for each in entry.leaves):
+        return None
+    layout = layout_from(entry.layout.name, entry.layout.configuration)
+    target = Target(rows=entry.rows, layout=layout, padded_rows=entry.padded_rows)
+    dtype = chain[-1].dtypes[table, leaf]
+    wanted = WantedLeaf(chain, table, leaf, target, dtype, dtype)
+    whole = tuple((0, stop - start) for start, stop in box[1:])
+    for held in wanted.held(box):
+        if isinstance(held.encoding.codec, Raw):
+            continue
+        if held.encoding.codec != codec or held.encoding.columns != whole:
+            return None
+        if held.encoding.trailing != tuple(stop for _, stop in whole):
+            return None
+    merged = wanted.merged(box)
+    return merged.parts if merged.encoding.codec == codec else None

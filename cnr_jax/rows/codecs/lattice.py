@@ -1,0 +1,245 @@
+"""Lattice of a table: rows as integers on one step, of which later saves store differences.
+
+All elements of a table are multiples of one *step*, chosen at a full save from a sample of its
+rows so that their mean error is that of `adaptive` codes of 2, 3, 4 or 8 bits. A row that is much
+smaller than most has a finer scale: the step is halved up to seven times. So a row is a vector of
+integers, and some saves later a vector of nearly the same integers. A save stores the difference to
+what it rests on, modulo the 256 (at 8 bits 65,536) values that an integer has: differences add up
+without a rounding and without an overflow, however many there are.
+
+A step has 8 significant bits and an integer 7 (at 8 bits 15), so their product is exact in float32:
+a row has the same bits on all platforms, fused with whatever follows or not.
+
+Differs from Check-N-Run in: one step for a table in the place of a range for each row, which with
+entropy coding (`packed.py`) takes fewer bits for the same error, also without differences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from cnr_jax.rows.codecs.asymmetric import Asymmetric
+from cnr_jax.rows.codecs.base import (
+    Configuration,
+    Encoded,
+    Part,
+    check_dtype,
+    rounded_to,
+)
+from cnr_jax.rows.codecs.dither import thresholds
+from cnr_jax.rows.codecs.lanes import extremes
+
+# Rows of a table from which its step is chosen.
+SAMPLE_ROWS = 1 << 14
+_HALVINGS = 7
+# Rows with more than so many times the median error do not count where a step is chosen.
+_FAR = 16.0
+# Products of integers and steps between these, halved or not, are normal numbers.
+_SMALLEST, _LARGEST = 2.0**-100, 2.0**100
+
+Parts = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lattice:
+    """Integers on one step for a table, as differences to those of the save below.
+
+    Args of `encode` and `decode` are those of other codecs. Parts are `integers`, packed, and
+    `scale`, the step of each row: that of its table, halved for small rows. Escaped are rows that
+    are not finite, that reach beyond the integers, or that are too small for seven halvings; their
+    integers are zeros.
+
+    **Error bound.** For a row that is not escaped, before the rounding to the table's dtype:
+    `|x - read(x)| <= 0.51 * scale` for every element, dithered `1.01 * scale`. The scale is at most
+    `max|x| / (2**(bits - 2) - 0.5)`: at 4 bits 2.2 times the step of a range of the row's own.
+
+    Attributes:
+        bits: the mean error of rows is that of `adaptive` codes of so many bits.
+
+    Example:
+        >>> encoded = Lattice(bits=4).encode(jnp.array([[0.5, -1.0, 0.25, 1.0]]))
+        >>> {name: part.tolist() for name, part in encoded.parts.items()}
+        {'integers': [[9, -19, 5, 19]], 'scale': [[0.053466796875]]}
+    """
+
+    name: ClassVar[str] = "cnr.lattice"
+    dithers: ClassVar[Literal[True]] = True
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4, 8):
+            raise ValueError(f"bits is {self.bits}, expected 2, 3, 4 or 8")
+
+    def configuration(self) -> Configuration:
+        """Returns bits: reading needs to know whether integers have 8 or 16 bits."""
+        return {"bits": self.bits}
+
+    def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
+        """Returns `integers` and `scale` (one per row).
+
+        Raises:
+            TypeError: if `dtype` is not float32, bfloat16 or float16.
+        """
+        check_dtype(dtype)
+        return {
+            "integers": Part(self._dtype, dim, "packed_rows"),
+            "scale": Part(np.dtype(np.float32), 1, "zstd"),
+        }
+
+    @property
+    def _dtype(self) -> np.dtype:
+        return np.dtype(np.int16 if self.bits == 8 else np.int8)
+
+    def step(self, rows: jax.Array) -> jax.Array:
+        """Returns the step at which rows have the mean error of `adaptive` codes. Jit-able.
+
+        Args:
+            rows: float[rows, dim], of which those that are not finite do not count.
+        """
+        dim = rows.shape[1]
+        adaptive = Asymmetric(bits=self.bits).at_dim(dim)
+        encoded = adaptive.encode(rows)
+        read = adaptive.decode(encoded.parts, dim=dim, dtype=np.float32)
+        x = rows.astype(jnp.float32)
+        off = jnp.where(encoded.escaped, 0, jnp.linalg.norm(x - read, axis=1))
+        # A few rows of another magnitude must not decide for all others.
+        typical = jnp.nanmedian(jnp.where(off > 0, off, np.nan))
+        kept = (off > 0) & (off <= _FAR * typical)
+        wanted = _mean(off, kept)
+        step = jnp.maximum(wanted * np.float32((12 / dim) ** 0.5), _SMALLEST)
+        # Errors fill a step evenly only where rows reach over many; and some rows are finer.
+        on = self.encode_at(rows, step)
+        read = self.decode(on.parts, dim=dim, dtype=np.float32)
+        off = jnp.where(kept, jnp.linalg.norm(x - read, axis=1), 0)
+        found = _mean(off, kept & ~on.escaped)
+        step = jnp.where(found > 0, step * wanted / found, step)
+        # Of rows that are of one value each: a range about zero.
+        wide = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0.0)
+        wide = jnp.where(wide > 0, wide / (0.5 * (2**self.bits - 1)), 1.0)
+        step = jnp.where(kept.any(), step, wide)
+        bounded = jnp.clip(step, _SMALLEST, _LARGEST)
+        return bounded.astype(jnp.bfloat16).astype(jnp.float32)
+
+    def encode(self, rows: jax.Array, keys: jax.Array | None = None) -> Encoded:
+        """Encodes float[rows, dim] as a table of their own; the class says what is escaped.
+
+        Args:
+            rows: float32, bfloat16 or float16.
+            keys: uint32[rows], see `row_keys`: integers are dithered; None: the nearest.
+
+        Raises:
+            TypeError: if the rows are not float32, bfloat16 or float16.
+        """
+        check_dtype(rows.dtype)
+        return self.encode_at(rows, self.step(rows), keys)
+
+    def encode_at(
+        self, rows: jax.Array, step: jax.Array, keys: jax.Array | None = None
+    ) -> Encoded:
+        """Encodes as `encode` does, on a step that is given: one, or float32[rows].
+
+        Where an element is halfway between two integers, platforms may choose differently.
+        """
+        low, high, _, finite, zero = extremes(rows)
+        places = jnp.maximum(-low, high) / step
+        # At 4 bits the largest integer of a row is 4 or more: its scale is at most twice that of
+        # a range of its own.
+        least = np.float32(2 ** (self.bits - 2) - 0.5)
+        finer = [(places * 2.0**n < least).astype(jnp.int32) for n in range(_HALVINGS)]
+        halvings = jnp.where(zero, 0, sum(finer))
+        most = np.iinfo(self._dtype).max
+        places = places * _power(halvings)
+        escaped = ~finite | (places > most - 1) | ((places < least) & ~zero)
+        t = rows.astype(jnp.float32) * (_power(halvings) / step)[:, None]
+        t = (
+            jnp.round(t)
+            if keys is None
+            else jnp.floor(t + thresholds(keys, t.shape[1]))
+        )
+        integers = jnp.where(escaped[:, None], 0, t).astype(self._dtype)
+        scale = step * _power(jnp.where(escaped, 0, -halvings))
+        return Encoded({"integers": integers, "scale": scale[:, None]}, escaped)
+
+    def decode(
+        self, parts: Mapping[str, jax.Array], *, dim: int, dtype: DTypeLike
+    ) -> jax.Array:
+        """Returns `dtype[rows, dim]`.
+
+        Raises:
+            TypeError: if `dtype` is not float32, bfloat16 or float16.
+        """
+        del dim
+        dtype = check_dtype(dtype)
+        # Exact, so that no platform and no fusion rounds it in another way.
+        rows = jnp.asarray(parts["integers"]).astype(jnp.float32)
+        return rounded_to(rows * jnp.asarray(parts["scale"]), dtype)
+
+    # On the host, where layers are: the save below, and the one that rests on it.
+
+    def difference(self, parts: Parts, below: Parts) -> np.ndarray:
+        """What is to be added to the integers below so that those of `parts` come out."""
+        return parts["integers"] - _rescaled(below, parts["scale"])
+
+    def added(self, layer: Parts, below: Parts) -> dict[str, np.ndarray]:
+        """The parts of rows, given differences and what lies below."""
+        integers = layer["integers"] + _rescaled(below, layer["scale"])
+        return {"integers": integers, "scale": layer["scale"]}
+
+
+class Digest:
+    """Digest of the parts of rows, in their order: 8 hex digits of integers, 8 of scales."""
+
+    def __init__(self) -> None:
+        self._of = {n: hashlib.blake2b(digest_size=4) for n in ("integers", "scale")}
+
+    def update(self, parts: Parts) -> None:
+        """Takes more rows."""
+        for name, found in self._of.items():
+            found.update(np.ascontiguousarray(parts[name]).data)
+
+    def hexdigest(self) -> str:
+        """The digest of all rows so far."""
+        return "".join(found.hexdigest() for found in self._of.values())
+
+
+def costs_less(difference: np.ndarray, integers: np.ndarray) -> bool:
+    """Whether differences are likely to take fewer bits than the integers alone."""
+    every = -(-len(integers) // SAMPLE_ROWS)
+    bits = [
+        np.log2(1 + 2 * np.abs(each[::every].astype(np.float32))).sum()
+        for each in (difference, integers)
+    ]
+    return bool(bits[0] < bits[1])
+
+
+def _mean(values: jax.Array, kept: jax.Array) -> jax.Array:
+    return jnp.where(kept, values, 0).sum() / jnp.maximum(kept.sum(), 1)
+
+
+def _power(exponents: jax.Array) -> jax.Array:
+    """2 to the power of small integers, exactly: `exp2` need not be."""
+    return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
+
+
+def _rescaled(parts: Parts, scale: np.ndarray) -> np.ndarray:
+    """Integers as they are on another scale, half as fine or twice as fine any number of times."""
+    integers, before = parts["integers"], parts["scale"]
+    (moved,) = np.nonzero((before != scale)[:, 0])
+    if not len(moved):
+        return integers
+    finer = np.log2(before[moved, 0] / scale[moved, 0]).astype(np.int32)
+    wide = integers[moved].astype(np.int32)
+    up, down = np.maximum(finer, 0)[:, None], np.maximum(-finer, 0)[:, None]
+    found = integers.copy()
+    # Halves are rounded up. What does not fit wraps round, here as when it was taken away.
+    found[moved] = (((wide << up) + (1 << down >> 1)) >> down).astype(found.dtype)
+    return found

@@ -1,0 +1,348 @@
+"""Packing of rows of small integers into bytes, by zstd streams of rows and columns that are alike.
+
+Differences of codes are small where a row has hardly moved, and large where it was met for the
+first time; columns differ as much. So rows are sorted into classes and columns into groups; the
+integers of a class and a group form one stream, column by column. In a stream an integer takes 2,
+4 or 8 bits, whose largest symbol stands for what does not fit and follows after all symbols, or as
+many as it has. zstd then finds Huffman codes for bytes of up to four integers.
+
+Classes are learnt from the rows themselves: each class is a table of costs, and a row belongs to
+the one in which it costs least. A reader needs the class of each row only, not the costs, so how
+they are learnt is the writer's choice.
+
+Differs from a plain zstd of the same bytes: of trained tables a difference takes a fifth less.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cnr_jax import errors
+
+# Classes beside that of rows of zeros, and groups of columns: a nibble each.
+CLASSES, GROUPS = 8, 8
+_MOST = 15
+# Integers that learn a class more: each costs the tables of its streams.
+_LEARNT_ELEMENTS = 1 << 13
+# Integers are told apart up to this magnitude; rows of which classes are learnt, and rounds.
+_TAIL, _SAMPLE_ROWS, _ROUNDS = 7, 1 << 14, 8
+# Rows whose integers are counted, or turned round, while they are in the cache; columns are so many
+# bytes longer than they need, as lengths of powers of two share lines of it.
+_COUNTED_ROWS, _TURNED_ROWS, _APART_BYTES = 4096, 512, 64
+# Share of integers that may not fit their symbols.
+_ESCAPES = {2: 0.02, 4: 0.03, 8: 0.01}
+_LEVEL = 1
+_HEADER, _STREAM = struct.Struct("<IBBI"), struct.Struct("<BII")
+
+
+def pack_rows(rows: np.ndarray) -> bytes:
+    """Packs integers.
+
+    Args:
+        rows: int8 or int16 `[rows, width]`, at least one of each.
+
+    Returns:
+        Bytes from which `unpack_rows` makes the same rows.
+
+    Raises:
+        OptionError: if zstandard is not installed.
+    """
+    classes, columns = _classes(rows), _groups(rows)
+    order = np.argsort(classes, kind="stable")
+    turned = _turned(rows, order)
+    ends = np.cumsum(np.bincount(classes, minlength=_MOST + 1))
+    groups = int(columns.max()) + 1
+    squeezed = _compressed(_nibbles(classes))
+    out = [_HEADER.pack(rows.shape[1], groups, int(classes.max()), len(squeezed))]
+    out += [_nibbles(columns).tobytes()] * (groups > 1) + [squeezed]
+    for first, last in itertools.pairwise(ends.tolist()):
+        for group in range(groups) if first < last else ():
+            part = turned[columns == group, first:last].reshape(-1)
+            out += _stream(part)
+    return b"".join(out)
+
+
+def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> np.ndarray:
+    """Returns the integers that were packed: `dtype[rows, width]`.
+
+    Args:
+        data: from `pack_rows`, or uint8.
+        elements: number of integers, all rows together.
+        dtype: int8 or int16.
+
+    Raises:
+        FormatError: if the bytes are not those of so many integers.
+    """
+    reader = _Reader(data)
+    width, groups, most, size = reader.struct(_HEADER)
+    if not width or elements % width:
+        raise _wrong(f"rows of {width} integers, {elements} in all")
+    if not 1 <= groups <= _MOST + 1 or most > _MOST:
+        raise _wrong(f"{groups} groups of columns and {most} classes")
+    rows = elements // width
+    columns = np.zeros(width, np.uint8)
+    if groups > 1:
+        columns = _unnibbled(reader.take(-(-width // 2)), width)
+    classes = _unnibbled(_decompressed(reader.take(size), -(-rows // 2)), rows)
+    if columns.max(initial=0) >= groups or classes.max(initial=0) > most:
+        raise _wrong("a class or a group that is not there")
+    ends = np.cumsum(np.bincount(classes, minlength=_MOST + 1))
+    turned = _columns(rows, width, dtype)
+    turned[:, : ends[0]] = 0
+    for first, last in itertools.pairwise(ends.tolist()):
+        for group in range(groups) if first < last else ():
+            ours = np.flatnonzero(columns == group)
+            part = _unstream(reader, len(ours) * (last - first), turned.dtype)
+            turned[ours, first:last] = part.reshape(len(ours), -1)
+    if reader.left:
+        raise _wrong(f"{reader.left} bytes more than its streams take")
+    out = np.empty((rows, width), dtype)
+    order, items = np.argsort(classes, kind="stable"), _items(out)
+    for start in range(0, rows, _TURNED_ROWS):
+        some = slice(start, start + _TURNED_ROWS)
+        items[order[some]] = _items(np.ascontiguousarray(turned[:, some].T))
+    return out
+
+
+# Classes and groups.
+
+
+def _classes(rows: np.ndarray) -> np.ndarray:
+    """Class of each row, uint8: 0 where all integers are zero."""
+    count, width = rows.shape
+    classes = min(CLASSES, 1 + count * width // _LEARNT_ELEMENTS)
+    found = np.ones(count, np.uint8)
+    learnt: tuple[np.ndarray, np.ndarray] | None = None
+    if classes > 1:
+        step = -(-count // _SAMPLE_ROWS)
+        learnt = _learnt(_counts(rows[::step]), classes)
+    for start in range(0, count, _COUNTED_ROWS):
+        some = slice(start, start + _COUNTED_ROWS)
+        if learnt is not None:
+            found[some] = 1 + _cheapest(_counts(rows[some]), *learnt)
+        found[some][~rows[some].any(axis=1)] = 0
+    return found
+
+
+def _counts(rows: np.ndarray) -> np.ndarray:
+    """How often each integer from -7 to 7 is in each row, float32[15, rows]; larger ones as 7."""
+    turned = _turned(np.clip(rows, -_TAIL, _TAIL).astype(np.int8))
+    dtype = np.uint8 if len(turned) < 256 else np.uint32
+    found = np.empty((2 * _TAIL + 1, turned.shape[1]), np.float32)
+    for i, value in enumerate(range(-_TAIL, _TAIL + 1)):
+        equal = (turned == np.int8(value)).view(np.uint8)
+        found[i] = np.add.reduce(equal, axis=0, dtype=dtype)
+    return found
+
+
+def _learnt(counts: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of each integer in each class, float32[classes, 15], and of the class itself.
+
+    By expectation maximization with hard assignments, from classes of equally many rows by the
+    sum of their magnitudes.
+    """
+    sizes = np.abs(np.arange(-_TAIL, _TAIL + 1, dtype=np.float32)) @ counts
+    bounds = np.quantile(sizes, np.linspace(0, 1, classes + 1)[1:-1])
+    of = np.searchsorted(bounds, sizes)
+    for _ in range(_ROUNDS):
+        member = (of == np.arange(classes)[:, None]).astype(np.float32)
+        sums, rows = member @ counts.T + 0.5, member.sum(axis=1) + 0.5
+        bits = -np.log2(sums / sums.sum(axis=1, keepdims=True))
+        own = -np.log2(rows / rows.sum())
+        of = _cheapest(counts, bits, own)
+    return bits, own
+
+
+def _cheapest(counts: np.ndarray, bits: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """The class in which each row takes the fewest bits."""
+    costs = bits @ counts + own[:, None]
+    best, least = np.zeros(counts.shape[1], np.uint8), costs[0]
+    for i, cost in enumerate(costs[1:], start=1):
+        best[cost < least] = i
+        least = np.minimum(cost, least)
+    return best
+
+
+def _groups(rows: np.ndarray) -> np.ndarray:
+    """Group of each column, uint8: an octave of the mean magnitude each."""
+    count, width = rows.shape
+    if count * width < CLASSES * _LEARNT_ELEMENTS:
+        return np.zeros(width, np.uint8)
+    step = -(-count // _SAMPLE_ROWS)
+    means = np.abs(rows[::step].astype(np.int32)).mean(axis=0) + 0.02
+    octaves = np.round(np.log2(means)).astype(np.int64)
+    lowest = max(int(octaves.min()), int(octaves.max()) - GROUPS + 1)
+    _, found = np.unique(np.maximum(octaves, lowest), return_inverse=True)
+    return found.astype(np.uint8)
+
+
+def _turned(rows: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
+    """Rows, in an order, as columns."""
+    count, width = rows.shape
+    found = _columns(count, width, rows.dtype)
+    for start in range(0, count, _TURNED_ROWS):
+        some = slice(start, start + _TURNED_ROWS)
+        found[:, some] = rows[some if order is None else order[some]].T
+    return found
+
+
+def _columns(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
+    """Room for columns of so many rows, `[width, rows]`."""
+    return np.empty((width, rows + _APART_BYTES // dtype.itemsize), dtype)[:, :rows]
+
+
+def _items(rows: np.ndarray) -> np.ndarray:
+    """Rows as opaque items, which numpy moves whole."""
+    return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]
+
+
+# Streams.
+
+
+def _stream(values: np.ndarray) -> Iterator[bytes]:
+    """A header, symbols, and what does not fit them."""
+    whole = 8 * values.itemsize
+    for bits, share in _ESCAPES.items():
+        largest = (1 << bits - 1) - 1
+        symbols = values + values.dtype.type(largest)
+        symbols = symbols.view(f"u{values.itemsize}")
+        over = symbols > 2 * largest
+        if bits < whole and np.count_nonzero(over) <= share * len(values):
+            rest = values[over]
+            symbols = np.minimum(symbols, 2 * largest + 1).astype(np.uint8)
+            packed = _packed(symbols, bits)
+            break
+    else:
+        bits, rest, packed = whole, values[:0], _planes(values)
+    squeezed = _compressed(packed)
+    escaped = _compressed(_planes(rest)) if len(rest) else b""
+    yield _STREAM.pack(bits, len(squeezed), len(escaped))
+    yield from (squeezed, escaped)
+
+
+def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
+    bits, size, escaped = reader.struct(_STREAM)
+    whole = 8 * dtype.itemsize
+    if bits == whole and not escaped:
+        return _unplaned(
+            _decompressed(reader.take(size), count * dtype.itemsize), dtype
+        )
+    if bits not in _ESCAPES or bits >= whole:
+        raise _wrong(f"a stream of {bits} bits")
+    packed = _decompressed(reader.take(size), -(-count * bits // 8))
+    values = _symbols(bits, dtype)[packed].reshape(-1).view(dtype)[:count]
+    if escaped:
+        over = np.flatnonzero(values == (1 << bits - 1))
+        rest = _decompressed(reader.take(escaped), len(over) * dtype.itemsize)
+        values[over] = _unplaned(rest, dtype)
+    return values
+
+
+@functools.cache
+def _symbols(bits: int, dtype: np.dtype) -> np.ndarray:
+    """The integers of each byte of symbols, as one item."""
+    shifts = np.arange(0, 8, bits)
+    codes = np.arange(256)[:, None] >> shifts & (1 << bits) - 1
+    values = (codes - ((1 << bits - 1) - 1)).astype(dtype)
+    return values.view(f"V{values.shape[1] * dtype.itemsize}")
+
+
+def _packed(symbols: np.ndarray, bits: int) -> np.ndarray:
+    """Symbols of 2, 4 or 8 bits as bytes, the first in the lowest bits."""
+    if bits == 8:
+        return symbols
+    size = -(-len(symbols) * bits // 8)
+    symbols = np.concatenate([symbols, np.zeros(-len(symbols) % 4, np.uint8)])
+    if bits == 4:
+        words = symbols.view("<u2")
+        return (words | words >> 4).astype(np.uint8)[:size]
+    words = symbols.view("<u4")
+    words = words | words >> 6
+    return (words | words >> 12).astype(np.uint8)[:size]
+
+
+def _planes(values: np.ndarray) -> np.ndarray:
+    """The lowest bytes of all integers, then the highest."""
+    return values.view(np.uint8).reshape(-1, values.itemsize).T.reshape(-1)
+
+
+def _unplaned(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    planes = data.reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
+
+
+def _nibbles(values: np.ndarray) -> np.ndarray:
+    return _packed(values, 4)
+
+
+def _unnibbled(data: np.ndarray, count: int) -> np.ndarray:
+    return np.stack([data & 15, data >> 4], axis=1).reshape(-1)[:count]
+
+
+# Bytes.
+
+
+def zstandard() -> Any:
+    """The module that packs streams.
+
+    Raises:
+        OptionError: if it is not installed.
+    """
+    try:
+        # By its name: who does not save on a lattice need not have it.
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise errors.OptionError(
+            "rows on a lattice need zstandard, which is not installed\n"
+            '  hint: pip install "cnr-jax[lattice]"',
+            kind="not_installed",
+        ) from error
+
+
+def _compressed(data: np.ndarray) -> bytes:
+    packer = zstandard().ZstdCompressor(level=_LEVEL, write_content_size=False)
+    return packer.compress(np.ascontiguousarray(data).data)
+
+
+def _decompressed(data: np.ndarray, size: int) -> np.ndarray:
+    unpacker = zstandard().ZstdDecompressor()
+    try:
+        found = unpacker.decompress(
+            data.data, max_output_size=size, allow_extra_data=False
+        )
+    except zstandard().ZstdError as error:
+        raise _wrong(f"a stream that zstd does not read: {error}") from error
+    if len(found) != size:
+        raise _wrong(f"a stream of {len(found)} bytes, expected {size}")
+    return np.frombuffer(found, np.uint8)
+
+
+class _Reader:
+    """Takes bytes from the front."""
+
+    def __init__(self, data: bytes | np.ndarray) -> None:
+        self._data, self._at = np.frombuffer(data, np.uint8), 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def take(self, size: int) -> np.ndarray:
+        if size > self.left:
+            raise _wrong(f"{self.left} bytes, expected {size} more")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def struct(self, form: struct.Struct) -> tuple[int, ...]:
+        return form.unpack(self.take(form.size).data)
+
+
+def _wrong(got: str) -> errors.FormatError:
+    return errors.FormatError(f"packed rows are not as expected: got {got}")

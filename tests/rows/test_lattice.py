@@ -1,0 +1,247 @@
+"""Rows on a lattice: their error, their exact bits, sums of differences, packed bytes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_jax import errors
+from cnr_jax.rows.codecs import make_codec
+from cnr_jax.rows.codecs.dither import row_keys
+from cnr_jax.rows.codecs.lattice import Digest, Lattice, costs_less
+from cnr_jax.rows.codecs.packed import pack_rows, unpack_rows
+
+from ..conftest import each_of
+
+pytest.importorskip("zstandard")
+
+BITS = (2, 3, 4, 8)
+
+
+def trained(rows: int, dim: int = 32, seed: int = 0) -> np.ndarray:
+    """Rows of uneven size, some of which no lattice of the others holds."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, dim)) * 0.05 * rng.gamma(2, 0.5, size=(rows, 1))
+    x[:4], x[4, 1], x[5, 2] = 0, np.nan, -np.inf
+    x[6], x[7], x[8:20] = x[6] * 1e7, x[7] * 1e-7, x[8:20] * 0.05
+    return x.astype(np.float32)
+
+
+def encoded(
+    codec: Lattice, rows: np.ndarray, step: float, keys: np.ndarray | None = None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    encode = jax.jit(codec.encode_at)
+    given = (rows, np.float32(step)) if keys is None else (rows, np.float32(step), keys)
+    found = encode(*given)
+    return {n: np.asarray(p) for n, p in found.parts.items()}, np.asarray(found.escaped)
+
+
+@each_of("bits", BITS)
+def test_mean_error_is_that_of_adaptive_codes(bits: int) -> None:
+    rows = trained(4000)[20:]
+    codec, adaptive = Lattice(bits=bits), make_codec("adaptive", bits)
+    parts, escaped = encoded(codec, rows, codec.step(rows))
+    assert not escaped.any()
+    found: list[float] = []
+    for each, of in ((codec, parts), (adaptive, adaptive.encode(rows).parts)):
+        read = np.asarray(each.decode(of, dim=rows.shape[1], dtype=np.float32))
+        found.append(float(np.linalg.norm(rows - read, axis=1).mean()))
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+def test_few_rows_of_another_magnitude_do_not_choose_the_step() -> None:
+    rows, codec = trained(1000)[20:], Lattice(bits=4)
+    alike = float(codec.step(rows))
+    rows[:5] *= 1e6
+    assert float(codec.step(rows)) == pytest.approx(alike, rel=0.02)
+
+
+@each_of(
+    ("values", "step"),
+    [((0.0, 0.0), 1.0), ((3.0, 1.5), 0.4), ((np.nan, 3.0), 0.4)],
+)
+def test_rows_of_one_value_each_have_a_step_too(
+    values: tuple[float, float], step: float
+) -> None:
+    rows = np.repeat(np.float32([values]).T, 4, axis=1)
+    assert float(Lattice(bits=4).step(rows)) == pytest.approx(step, rel=0.01)
+
+
+@each_of("bits", BITS)
+@each_of("dithers", [False, True])
+def test_rows_are_within_the_bound_and_the_others_escaped(
+    bits: int, dithers: bool
+) -> None:
+    rows, codec = trained(500), Lattice(bits=bits)
+    keys = row_keys(np.uint32(7), np.arange(len(rows))) if dithers else None
+    parts, escaped = encoded(codec, rows, codec.step(rows[20:]), keys)
+    assert np.flatnonzero(escaped).tolist() == [4, 5, 6, 7]
+    assert not parts["integers"][escaped].any()
+    read = codec.decode(parts, dim=rows.shape[1], dtype=np.float32)
+    off = np.abs(rows - np.asarray(read))[~escaped]
+    assert (off <= (1.01 if dithers else 0.51) * parts["scale"][~escaped]).all()
+    largest = np.abs(rows[20:]).max(axis=1, keepdims=True)
+    assert (parts["scale"][20:] <= largest / (2 ** (bits - 2) - 0.5)).all()
+    assert (read[:4] == 0).all()
+
+
+@each_of("bits", BITS)
+@each_of("dtype", [np.float32, jnp.bfloat16, np.float16])
+def test_values_are_exact_products_rounded_once(bits: int, dtype: type) -> None:
+    codec, rng = Lattice(bits=bits), np.random.default_rng(bits)
+    item = codec.parts(16, dtype)["integers"].dtype
+    limits = np.iinfo(item)
+    integers = rng.integers(limits.min, limits.max + 1, (256, 16), item)
+    steps = np.exp2(rng.uniform(-100, 100, (256, 1))).astype(jnp.bfloat16)
+    scale = steps.astype(np.float32) * np.exp2(-rng.integers(0, 8, (256, 1)))
+    scale = scale.astype(np.float32)
+    exact = integers.astype(np.float64) * scale
+    if np.dtype(dtype) == np.float16:
+        exact = np.clip(exact, -65504, 65504)
+    assert (exact.astype(np.float32) == exact).all()
+    decode = jax.jit(lambda p: codec.decode(p, dim=16, dtype=dtype))
+    read = np.asarray(decode({"integers": integers, "scale": scale}))
+    assert read.tobytes() == exact.astype(np.float32).astype(dtype).tobytes()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(BITS), st.integers(1, 5))
+def test_differences_add_up_whatever_lies_below(
+    seed: int, bits: int, layers: int
+) -> None:
+    """Also where scales change, and where integers are so far apart that they wrap round."""
+    codec, rng = Lattice(bits=bits), np.random.default_rng(seed)
+    item = codec.parts(8, np.float32)["integers"].dtype
+    limits = np.iinfo(item)
+
+    def some() -> dict[str, np.ndarray]:
+        scale = np.float32(0.375) * np.exp2(-rng.integers(0, 8, (40, 1)))
+        integers = rng.integers(limits.min, limits.max + 1, (40, 8), item)
+        return {"integers": integers, "scale": scale.astype(np.float32)}
+
+    below = some()
+    for _ in range(layers):
+        new = some()
+        stored = {**new, "integers": codec.difference(new, below)}
+        below = codec.added(stored, below)
+        np.testing.assert_array_equal(below["integers"], new["integers"])
+        np.testing.assert_array_equal(below["scale"], new["scale"])
+
+
+def test_a_dithered_row_that_stays_keeps_its_integers() -> None:
+    rows, codec = trained(200), Lattice(bits=4)
+    step = codec.step(rows[20:])
+    keys = row_keys(np.uint32(1), np.arange(len(rows)))
+    first, _ = encoded(codec, rows, step, keys)
+    again, _ = encoded(codec, rows.copy(), step, keys)
+    assert not codec.difference(again, first).any()
+
+
+def test_digest_tells_any_other_integer_and_any_other_scale() -> None:
+    rng = np.random.default_rng(0)
+    parts = {
+        "integers": rng.integers(-9, 9, (30, 5), np.int8),
+        "scale": np.full((30, 1), 0.5, np.float32),
+    }
+
+    def of(*some: dict[str, np.ndarray]) -> str:
+        digest = Digest()
+        for each in some:
+            digest.update(each)
+        return digest.hexdigest()
+
+    whole = of(parts)
+    first, last = (
+        {n: p[some] for n, p in parts.items()} for some in (slice(9), slice(9, None))
+    )
+    assert of(first, last) == whole and len(whole) == 16
+    for name in parts:
+        other = {n: p.copy() for n, p in parts.items()}
+        other[name][17, 0] *= -2
+        other[name][17, 0] -= 1
+        assert of(other) != whole
+
+
+def test_integers_alone_are_stored_where_differences_cost_more() -> None:
+    rng = np.random.default_rng(0)
+    one, other = (rng.integers(-9, 9, (300, 8), np.int8) for _ in range(2))
+    assert not costs_less(one - other, one)
+    assert costs_less(one // 4, one)
+
+
+# Packed rows.
+
+
+def skewed(rows: int, width: int, seed: int, dtype: np.dtype) -> np.ndarray:
+    """Integers as differences are: of some rows and columns large, of many zeros."""
+    rng = np.random.default_rng(seed)
+    spread = rng.gamma(0.5, 1, (rows, 1)) * np.exp2(rng.normal(size=width))
+    found = np.rint(rng.laplace(size=(rows, width)) * spread)
+    found[rng.random(rows) < 0.1] = 0
+    limits = np.iinfo(dtype)
+    return found.clip(limits.min, limits.max).astype(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 70),
+    st.integers(0, 2**31),
+    st.sampled_from([np.dtype(np.int8), np.dtype(np.int16)]),
+    st.sampled_from([0.0, 0.3, 3.0, 90.0, 20000.0]),
+)
+def test_packed_rows_are_read_as_they_were(
+    rows: int, width: int, seed: int, dtype: np.dtype, times: float
+) -> None:
+    limits = np.iinfo(dtype)
+    some = skewed(rows, width, seed, np.dtype(np.int16)) * times
+    given_rows = some.clip(limits.min, limits.max).astype(dtype)
+    data = pack_rows(given_rows)
+    read = unpack_rows(data, given_rows.size, dtype)
+    assert read.dtype == dtype
+    np.testing.assert_array_equal(read, given_rows)
+
+
+@each_of("dtype", ["int8", "int16"])
+def test_many_rows_take_about_the_entropy_of_their_classes(dtype: str) -> None:
+    rows = skewed(20_000, 32, 0, np.dtype(dtype))
+    data = pack_rows(rows)
+    np.testing.assert_array_equal(unpack_rows(data, rows.size, rows.dtype), rows)
+    _, counts = np.unique(rows, return_counts=True)
+    share = counts / rows.size
+    # One code for all rows takes this much; rows and columns that are alike take less.
+    assert len(data) * 8 / rows.size < 0.9 * -(share * np.log2(share)).sum()
+
+
+def test_every_extreme_integer_survives() -> None:
+    for dtype in (np.int8, np.int16):
+        limits = np.iinfo(dtype)
+        rows = np.array([[limits.min, limits.max, 0, -1]] * 3 + [[1, 0, 0, -1]] * 90)
+        packed = pack_rows(rows.astype(dtype))
+        np.testing.assert_array_equal(
+            unpack_rows(packed, rows.size, np.dtype(dtype)), rows
+        )
+
+
+def test_damaged_bytes_are_an_error_and_never_a_crash() -> None:
+    rows = skewed(400, 16, 3, np.dtype(np.int8))
+    data, rng = pack_rows(rows), np.random.default_rng(0)
+    for cut in (0, 5, 9, 30, len(data) - 1):
+        with pytest.raises(errors.FormatError, match="packed rows"):
+            unpack_rows(data[:cut], rows.size, rows.dtype)
+    with pytest.raises(errors.FormatError, match="1 bytes more"):
+        unpack_rows(data + b"\0", rows.size, rows.dtype)
+    with pytest.raises(errors.FormatError, match="packed rows"):
+        unpack_rows(data, rows.size + 16, rows.dtype)
+    for _ in range(300):
+        wrong = bytearray(data)
+        wrong[rng.integers(len(wrong))] ^= 1 << rng.integers(8)
+        try:
+            found = unpack_rows(bytes(wrong), rows.size, rows.dtype)
+        except errors.FormatError:
+            continue
+        assert found.shape == rows.shape  # a checksum comes before, and finds these

@@ -1,0 +1,288 @@
+"""Saves of rows on a lattice: what is restored are the bits that a fresh encode would give."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cnr_jax as cnr
+from cnr_jax.format.names import PACKED_ROWS
+from cnr_jax.format.tiles import load_process
+from cnr_jax.repository.parent_rows import ParentRows
+from cnr_jax.repository.step import read_manifest
+from cnr_jax.rows.codecs.lattice import Lattice
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
+
+from . import lattice_reader
+
+pytest.importorskip("zstandard")
+pytestmark = pytest.mark.usefixtures("unsynced")
+
+ROWS, DIM = 256, 16
+MESH = jax.make_mesh((2, 2), ("r", "c"), devices=jax.devices()[:4])
+
+
+class Run:
+    """A table that is trained: a few rows move a little, some become such as none holds."""
+
+    def __init__(self, root: Path, dtype: Any = np.float32, **options: Any) -> None:
+        self.root, self._rng = root, np.random.default_rng(0)
+        table = self._rng.normal(size=(ROWS, DIM)) * 0.05
+        table[5, 3], table[6], table[7] = np.nan, 6e4, table[7] * 0.02
+        self.table = table.astype(dtype)
+        self.truths: list[np.ndarray] = []
+        self.sharding: Any = None
+        self.tables = cnr.find_tables(self.state(), ["t"])
+        self.touched = cnr.init_touched(self.state(), self.tables)
+        self.options = {"codec": "lattice", "rounding": "nearest", **options}
+
+    def state(self) -> dict[str, jax.Array]:
+        return {"t": jax.device_put(self.table, self.sharding)}
+
+    def open(self) -> Any:
+        options = cnr.Options(**self.options)
+        return cnr.CheckpointManager(self.root, tables=self.tables, options=options)
+
+    def train(self) -> None:
+        ids = self._rng.choice(ROWS, ROWS // 4, replace=False)
+        table = self.table.astype(np.float32)
+        table[ids] += self._rng.normal(size=(len(ids), DIM)) * 0.01
+        table[ids[0]], table[ids[1], 2] = 0, np.inf
+        # Some were raw, and are not any more; some become finer, or coarser.
+        table[ids[2:4]] = self._rng.normal(size=(2, DIM)) * 0.05
+        table[ids[4]] *= 0.05
+        table[ids[5]] *= 4
+        self.table = table.astype(self.table.dtype)
+        self.touched = cnr.record(self.touched, {"t": jnp.asarray(ids)})
+
+    def save(self, manager: Any, *, waits: bool = True) -> None:
+        step = len(self.truths)
+        self.truths.append(self.table)
+        manager.save(step, args=cnr.args.Save(self.state(), self.touched))
+        if waits:
+            manager.wait_until_finished()
+
+    def restored(self, step: int, sharding: Any = None) -> np.ndarray:
+        like = {
+            "t": jax.ShapeDtypeStruct(
+                self.table.shape, self.table.dtype, sharding=sharding
+            )
+        }
+        with cnr.CheckpointManager(self.root, tables=self.tables) as manager:
+            return np.asarray(
+                manager.restore(step, args=cnr.args.Restore(like)).state["t"]
+            )
+
+    def expected(self, step: int, first: int = 0, bits: int = 4) -> np.ndarray:
+        """The rows of a step, encoded without anything below, on the step of the first save."""
+        codec = Lattice(bits=bits)
+        lattice = jax.jit(codec.step)(self.truths[first])
+        rows = self.truths[step]
+        encoded = jax.jit(codec.encode_at)(rows, lattice)
+        read = codec.decode(encoded.parts, dim=DIM, dtype=rows.dtype)
+        return np.where(np.asarray(encoded.escaped)[:, None], rows, np.asarray(read))
+
+    def check(self, steps: Mapping[int, int], sharding: Any = None) -> None:
+        """Compares all bits of steps, given on the step of which save each rests."""
+        for step, first in steps.items():
+            got = self.restored(step, sharding)
+            assert got.tobytes() == self.expected(step, first).tobytes(), step
+            read = cnr.read_rows(self.root, "t", np.arange(0, ROWS, 3), step=step)
+            assert read.tobytes() == got[::3].tobytes()
+
+    def segments(self, step: int) -> Iterator[Any]:
+        item = self.root / str(step) / "default"
+        process = load_process((item / "manifest.p00000.json").read_bytes(), "process")
+        for tile in process.tiles:
+            yield from tile.segments
+
+
+@pytest.mark.parametrize("policy", [cnr.Consecutive(), cnr.OneShot()])
+def test_a_chain_of_differences_has_the_bits_of_fresh_rows(
+    tmp_path: Path, policy: Any
+) -> None:
+    run = Run(tmp_path, policy=policy)
+    with run.open() as manager:
+        for _ in range(4):
+            run.save(manager)
+            run.train()
+    run.check({0: 0, 1: 0, 2: 0, 3: 0})
+    assert all(segment.below is None for segment in run.segments(0))
+    assert all(any(s.below for s in run.segments(step)) for step in (1, 2, 3))
+    assert "lattice" in read_manifest(tmp_path / "1" / "default").required_features
+    assert cnr.verify(tmp_path, level="data") == ()
+    for step in range(4):
+        read = lattice_reader.read(tmp_path, step, ROWS, DIM)
+        assert read.tobytes() == run.restored(step).tobytes()
+
+
+def test_a_run_goes_on_where_it_was_restored(tmp_path: Path) -> None:
+    """What lies below is read back: nothing of it is kept by the program."""
+    run = Run(tmp_path, policy=cnr.Consecutive())
+    with run.open() as manager:
+        run.save(manager)
+        run.train()
+        run.save(manager)
+    with run.open() as manager:
+        found = manager.restore(1, args=cnr.args.Restore(run.state()))
+        run.table, run.touched = np.asarray(found.state["t"]), found.touched
+        for _ in range(2):
+            run.train()
+            run.save(manager)
+    assert any(segment.below for segment in run.segments(2))
+    run.check({1: 0, 2: 0, 3: 0})
+
+
+def test_a_failed_save_leaves_nothing_that_another_rests_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, policy=cnr.Consecutive())
+    with run.open() as manager:
+        run.save(manager)
+        for step in range(1, 4):
+            run.train()
+            fault = Fault("open", action="ENOSPC", times=0, match=f"{step}.orbax")
+            with (
+                inprocess.failing(tmp_path, fault),
+                pytest.raises(cnr.errors.SaveError),
+            ):
+                run.save(manager)
+            run.truths.pop()
+            run.train()
+            run.save(manager)
+    run.check({1: 0, 2: 0, 3: 0})
+    assert all(any(s.below for s in run.segments(step)) for step in (1, 2, 3))
+
+
+def test_saves_in_flight_rest_on_one_another(tmp_path: Path) -> None:
+    run = Run(tmp_path, policy=cnr.Consecutive(), max_in_flight=3)
+    with run.open() as manager:
+        for _ in range(5):
+            run.save(manager, waits=False)
+            run.train()
+    run.check(dict.fromkeys(range(5), 0))
+    assert all(any(s.below for s in run.segments(step)) for step in range(1, 5))
+
+
+def test_differences_on_other_rows_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, policy=cnr.Consecutive())
+    of = ParentRows.of
+
+    def another(self: ParentRows, *args: Any) -> dict[Any, Any]:
+        found = of(self, *args)
+        for parts in found.values():
+            parts["integers"][ROWS // 2 :, 1] += 1
+        return found
+
+    with run.open() as manager:
+        run.save(manager)
+        run.train()
+        monkeypatch.setattr(ParentRows, "of", another)
+        run.save(manager)
+        monkeypatch.undo()
+    with pytest.raises(cnr.errors.IntegrityError, match="do not belong") as caught:
+        run.restored(1)
+    assert caught.value.kind == "foreign_rows"
+    run.check({0: 0})
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [(2, jnp.bfloat16), (4, np.float16), (2, np.float32), (8, np.float32)],
+)
+def test_other_dtypes_and_widths(tmp_path: Path, bits: int, dtype: Any) -> None:
+    run = Run(tmp_path, dtype, policy=cnr.Consecutive(), bits=bits)
+    with run.open() as manager:
+        for _ in range(3):
+            run.save(manager)
+            run.train()
+    assert any(segment.below for segment in run.segments(2))
+    for step in range(3):
+        assert run.restored(step).tobytes() == run.expected(step, bits=bits).tobytes()
+        if dtype == np.float32:
+            read = lattice_reader.read(tmp_path, step, ROWS, DIM)
+            assert read.tobytes() == run.restored(step).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("spec", "staging"),
+    [(P(("r", "c")), "device"), (P("r", "c"), "auto"), (P(None, "c"), "device")],
+)
+def test_shards_are_read_on_another_mesh(
+    tmp_path: Path, spec: Any, staging: str
+) -> None:
+    """Each shard has a step of its own, so bits are compared between two ways to read."""
+    run = Run(tmp_path, policy=cnr.Consecutive(), staging=staging)
+    run.sharding = NamedSharding(MESH, spec)
+    run.tables = cnr.find_tables(run.state(), ["t"])
+    run.touched = cnr.init_touched(run.state(), run.tables)
+    with run.open() as manager:
+        for _ in range(3):
+            run.save(manager)
+            run.train()
+    assert any(segment.below for segment in run.segments(2))
+    for step, truth in enumerate(run.truths):
+        whole = run.restored(step)
+        for other in (spec, P("c"), P(None, ("r", "c")), P("c", "r")):
+            got = run.restored(step, NamedSharding(MESH, other))
+            assert got.tobytes() == whole.tobytes(), other
+        ordinary = np.isfinite(truth).all(axis=1)
+        off = np.linalg.norm(whole[ordinary] - truth[ordinary], axis=1)
+        assert off.max() < 0.05
+        read = cnr.read_rows(tmp_path, "t", np.arange(ROWS), step=step)
+        assert read.tobytes() == whole.tobytes()
+
+
+def test_a_table_that_was_coded_otherwise_goes_over_at_its_next_full(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, policy=cnr.Consecutive(), codec="adaptive")
+    with run.open() as manager:
+        run.save(manager)
+    run.options["codec"] = "lattice"
+    with run.open() as manager:
+        found = manager.restore(0, args=cnr.args.Restore(run.state()))
+        run.table, run.touched = np.asarray(found.state["t"]), found.touched
+        for _ in range(2):
+            run.train()
+            run.save(manager)
+    assert not any(s.below for step in (1, 2) for s in run.segments(step))
+    for step in (1, 2):
+        ordinary = np.isfinite(run.truths[step]).all(axis=1)
+        off = run.restored(step)[ordinary] - run.truths[step][ordinary]
+        assert np.linalg.norm(off, axis=1).max() < 0.05
+
+
+def test_who_has_no_zstandard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(cnr.errors.OptionError, match="not installed") as caught:
+        cnr.Options(codec="lattice")
+    assert caught.value.kind == "not_installed"
+    cnr.Options(codec="adaptive")
+
+
+def test_dithered_rows_that_stay_are_not_stored_anew(tmp_path: Path) -> None:
+    run = Run(tmp_path, policy=cnr.Consecutive(), rounding="dithered", tracking=None)
+    with run.open() as manager:
+        run.save(manager)
+        # All rows are recorded, and none has moved.
+        run.touched = cnr.record(run.touched, {"t": jnp.arange(ROWS)})
+        run.save(manager)
+    assert run.restored(0).tobytes() == run.restored(1).tobytes()
+    item = tmp_path / "1" / "default"
+    process = load_process((item / "manifest.p00000.json").read_bytes(), "process")
+    (packed,) = [
+        a.compressed for n, a in process.arrays.items() if n.startswith("lattice.int")
+    ]
+    assert packed is not None and packed.codec == PACKED_ROWS
+    assert sum(packed.bytes) < 64  # zeros
