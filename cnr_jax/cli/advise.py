@@ -85,7 +85,8 @@ def _unknown(profile: Profile | None) -> list[str]:
     """What too few saves tell of."""
     if profile is None:
         return [
-            "not known yet: five saves in a row tell of train steps, and there are fewer"
+            "not known yet: what a train step takes",
+            "  five saves in a row tell it that have not waited for the one before",
         ]
     lines = [
         f"not known yet: {what}, told by {line.samples} saves of 5"

@@ -18,6 +18,8 @@ _MOST_SAVES = 300
 _USUAL_EXPONENT = 0.7
 # What differs by less, as a share of the largest, does not tell a slope.
 _TELLING = 0.1
+# Share of the time between two saves within which the later one begins as the one before ends.
+_WAITED = 0.1
 
 
 def recorded_profile(
@@ -102,15 +104,21 @@ def _background_secs(save: Save) -> float:
 
 
 def _step_secs(saves: Iterable[Save]) -> Iterator[float]:
-    """Seconds of a train step between each save and the next one, beside its blocking part."""
+    """Seconds of a train step between each save and the next one, beside its blocking part.
+
+    A save that began as soon as the one before was durable has waited for it: what lies between
+    tells nothing of train steps.
+    """
     for one, two in itertools.pairwise(saves):
         if one.saved_at is None or two.saved_at is None or two.restored:
             continue
         if two.branch != one.branch or two.step <= one.step:
             continue
-        began = two.saved_at.timestamp() - one.saved_at.timestamp()
-        began -= (two.secs or 0.0) - (one.secs or 0.0)
-        yield max(began - (one.stall_secs or 0.0), 0.0) / (two.step - one.step)
+        passed = two.saved_at.timestamp() - one.saved_at.timestamp()
+        passed -= (two.secs or 0.0) - (one.secs or 0.0)
+        durable = (one.secs or 0.0) + one.phases.get("commit", 0.0)
+        if abs(passed - durable) > _WAITED * passed:
+            yield max(passed - (one.stall_secs or 0.0), 0.0) / (two.step - one.step)
 
 
 def _seconds(sizes: Iterable[float], secs: Iterable[float | None]) -> Seconds:

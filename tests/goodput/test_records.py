@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ PRICES = {
 def save_of(number: int, **fields: Any) -> Save:
     """A save every ten steps of 0.5 s: full at first, then deltas on it, which grow.
 
-    It holds training up for 1 s and 2 s a MB, and is durable 4 s and 3 s a MB after that.
+    It holds training up for 1 s and 2 s a MB, and is durable 1 s and 3 s a MB after that.
     """
     step = 10 * number + 10
     rows = 20_000_000 if number == 0 else int(100_000 * (step - 10) ** 0.5)
-    stall, write = 1 + 2e-6 * (rows + 1000), 4 + 3e-6 * (rows + 1000)
+    stall, write = 1 + 2e-6 * (rows + 1000), 1 + 3e-6 * (rows + 1000)
     # The saves before have held training up, too.
     begun = 0.5 * step + sum(
         1 + 2e-6 * (1000 + (20_000_000 if n == 0 else int(100_000 * (10 * n) ** 0.5)))
@@ -84,7 +85,7 @@ def test_a_profile_is_that_of_the_run() -> None:
     )
     for line, fixed, per_byte in (
         (found.blocking, 1, 2e-6),
-        (found.write, 4, 3e-6),
+        (found.write, 1, 3e-6),
         (found.restore, 1, 2e-7),
     ):
         assert line.fixed == pytest.approx(fixed, rel=1e-3)
@@ -137,6 +138,21 @@ def test_gaps_of_a_run_are_no_train_steps() -> None:
     found = noted(*saves, again, other)
     assert found.step.fixed == pytest.approx(0.5)
     assert found.step.samples == 5
+
+
+def test_saves_that_waited_for_the_one_before_tell_no_train_step() -> None:
+    saves = [save_of(n) for n in range(9)]
+    late = [save_of(9)]
+    for n in (10, 11, 12, 13, 14):
+        # They began when the one before was durable, a second after its manifest.
+        before, save = late[-1], save_of(n)
+        assert before.saved_at is not None and save.secs is not None
+        passed = datetime.timedelta(seconds=1.0 + save.secs)
+        late.append(dataclasses.replace(save, saved_at=before.saved_at + passed))
+    found = noted(*saves, *late)
+    assert found.step.samples == 9
+    assert found.step.fixed == pytest.approx(0.5)
+    assert profile_of(course(*late)) is None
 
 
 @pytest.mark.parametrize("saves", [0, 1, 4])
@@ -249,6 +265,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if manager.latest_step() is not None:
                 state, touched = manager.restore(None, args=cnr.args.Restore(state))
             for step in steps:
+                time.sleep(0.1)  # as train steps would
                 ids = jnp.asarray(rng.integers(0, 4000, 100))
                 touched = cnr.record(touched, {"user": ids})
                 state = {"user": state["user"].at[ids].add(0.1)}
