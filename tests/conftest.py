@@ -73,7 +73,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import cnr_jax as cnr  # noqa: E402
 from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
-from cnr_jax.repository.store import buckets  # noqa: E402
+from cnr_jax.repository.store import bucket_clients  # noqa: E402
 from cnr_jax.repository.store.objects import ObjectStore  # noqa: E402
 from cnr_jax.rows.fingerprints import rotation, watch  # noqa: E402
 from cnr_jax.testing import inprocess  # noqa: E402
@@ -495,11 +495,11 @@ def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests that fail are tried again for a moment only."""
-    monkeypatch.setattr(buckets, "_RETRY_SECS", 2)
-    monkeypatch.setattr(buckets, "_RETRIES", 1)
-    buckets._new_client.cache_clear()
+    monkeypatch.setattr(bucket_clients, "RETRY_SECS", 2)
+    monkeypatch.setattr(bucket_clients, "_RETRIES", 1)
+    bucket_clients._new_client.cache_clear()
     yield
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()
 
 
 def free_port() -> int:

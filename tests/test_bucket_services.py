@@ -21,7 +21,7 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.store import buckets, store_of
+from cnr_jax.repository.store import bucket_clients, store_of
 
 from .bucket_proxy import KEY, SECRET, Proxy
 from .conftest import case_of, each_of, free_port
@@ -99,7 +99,7 @@ def test_what_kind_of_a_connection_fails_is_said(
 def test_an_answer_that_takes_too_long_is_given_up(
     root: epath.Path, proxy: Proxy, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "_REQUEST_SECS", 0.3)
+    monkeypatch.setattr(bucket_clients, "_REQUEST_SECS", 0.3)
     proxy.harm = lambda *_: 1.5
     with pytest.raises(errors.RootError, match="no answer in time: s3://"):
         cnr.verify(root)
@@ -342,11 +342,11 @@ def test_requests_go_through_a_proxy_that_the_environment_names(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://storage.invalid")
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()
     store_of(root).write(root / "file", b"1", replaces=True)
     ((kind, path),) = proxy.log
     assert kind == "PUT" and path == f"http://storage.invalid/{str(root)[5:]}/file"
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()
 
 
 @only_moto
@@ -356,13 +356,13 @@ def test_the_bucket_is_in_the_path_or_in_the_host(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", style)
-        buckets._new_client.cache_clear()
+        bucket_clients._new_client.cache_clear()
         proxy.harm = lambda *_: 404
         assert store_of(root).read_version(root / "file") is None
     bucket = str(root)[5:].partition("/")[0]
     _, path = proxy.log[-1]
     assert path == ("/run/file" if style == "true" else f"/{bucket}/run/file")
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()
 
 
 # ---- keys ---------------------------------------------------------------------------------------
@@ -379,8 +379,8 @@ def test_keys_of_a_token_that_is_renewed_are_taken_up(
     token = tmp_path / "token"
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/trainer")
-    monkeypatch.setattr(buckets, "_KEYS_SECS", 0)  # they are old at once
-    buckets._new_client.cache_clear()
+    monkeypatch.setattr(bucket_clients, "_KEYS_SECS", 0)  # they are old at once
+    bucket_clients._new_client.cache_clear()
     keys = set[str]()
     for each in ("one", "two"):
         token.write_text(f"the token {each}")
@@ -390,7 +390,7 @@ def test_keys_of_a_token_that_is_renewed_are_taken_up(
         keys.add(proxy.signed[-1].partition("Credential=")[2].partition("/")[0])
         assert proxy.headers["x-amz-security-token"]
     assert len(keys) == 2 and KEY not in keys
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()
 
 
 @only_moto
@@ -405,7 +405,7 @@ def test_keys_and_tokens_are_in_nothing_that_a_run_leaves(
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token-of-a-session")
     secrets = [KEY, SECRET, "a-token-of-a-session", proxy.url]
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()
     caplog.set_level("DEBUG")
     run, reports, raised = tiny_run(), list[Any](), list[BaseException]()
     # Some services repeat what they were sent.
@@ -437,4 +437,4 @@ def test_keys_and_tokens_are_in_nothing_that_a_run_leaves(
         for secret in secrets:
             assert secret not in text
     assert KEY in proxy.signed[-1], "though they are used"
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()

@@ -27,7 +27,7 @@ from cnr_jax.format import names
 from cnr_jax.repository.causes import causes
 from cnr_jax.repository.committer import Attempt, ConditionalCommitter
 from cnr_jax.repository.markers import is_committed
-from cnr_jax.repository.store import buckets, names_in, store_of
+from cnr_jax.repository.store import bucket_clients, buckets, names_in, store_of
 
 from . import bucket_program
 from .bucket_proxy import KEY, SECRET, Proxy
@@ -811,7 +811,7 @@ def test_what_the_environment_says_reaches_the_service(
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
     monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "a-key")
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()
     store_of(root).write(root / "file", b"1", replaces=True)
     said = proxy.headers
     assert said["x-amz-security-token"] == "a-token"
@@ -825,7 +825,7 @@ def test_what_the_environment_says_reaches_the_service(
         errors.OptionError, match=r"No certificates(?s:.*)hint: look at"
     ):
         cnr.CheckpointManager(str(root))
-    buckets._new_client.cache_clear()
+    bucket_clients._new_client.cache_clear()
 
 
 def test_a_root_where_nothing_is_can_be_adopted(
