@@ -10,7 +10,7 @@ from etils import epath
 
 from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.repository.upkeep.removal import Remover
-from cnr_jax.repository.upkeep.writer import Unfinished
+from cnr_jax.repository.upkeep.unfinished import Unfinished
 
 NAME = f"2{TEMPORARY_SUFFIX}"
 

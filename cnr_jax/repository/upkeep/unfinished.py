@@ -1,0 +1,89 @@
+"""Folders of failed saves: out of the way before their names are used again."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from cnr_jax.format import names
+from cnr_jax.repository.store import AnyPath, exists, store_of
+from cnr_jax.repository.upkeep.removal import Remover
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+# How long a save waits for the room that failed ones have taken.
+ROOM_SECS = 10.0
+
+
+class Unfinished:
+    """Folders of failed saves in one root, whose names the next saves use again.
+
+    Args:
+        root: holds the step directories.
+        remover: renames them, and deletes them in the background. None, as in storage
+            services: they are deleted where they are, by whoever calls `clear`.
+    """
+
+    def __init__(self, root: AnyPath, remover: Remover | None) -> None:
+        self._root, self._remover = root, remover
+        # By name, whether it was out of the way when `clear` looked last.
+        self._gone: dict[str, bool] = {}
+        self._waits = False
+        self._clearing = threading.Lock()
+
+    def add(self, folder: str) -> None:
+        """Notes a folder that a save was written into which is not committed."""
+        self._gone[folder] = False
+
+    def forget(self, directory: str | None = None) -> None:
+        """A folder of the same name may be another save's: of this step, or of any."""
+        if directory is None:
+            self._gone.clear()
+        else:
+            self._gone.pop(directory + names.TEMPORARY_SUFFIX, None)
+
+    def clear(self) -> None:
+        """Takes out of the way what is there; what cannot be is tried again next time.
+
+        What has gone is looked for once more, before the next save: a plain manager of Orbax ends
+        a save at its first error, while others of its threads may still be writing, and make
+        folders anew.
+
+        Nobody may be writing a save. What is not part of the state may still be written.
+        """
+        with self._clearing:
+            for name, was_gone in list(self._gone.items()):
+                is_gone = self._remove(name)
+                if is_gone and was_gone:
+                    del self._gone[name]
+                else:
+                    self._gone[name] = is_gone
+
+    def wait_for_room(self) -> None:
+        """Waits until what was taken out of the way is deleted: a save may need the room."""
+        if self._waits and self._remover is not None:
+            if not self._remover.wait(ROOM_SECS):
+                _log.warning("files of a failed save are still being deleted")
+        self._waits = False
+
+    def _remove(self, name: str) -> bool:
+        """Whether a folder is out of the way."""
+        path = self._root / name
+        try:
+            if not exists(path):
+                return True  # nothing was written, or it is committed after all
+            if self._remover is None:
+                for error in store_of(path).remove_tree(path):
+                    raise error
+            else:
+                self._remover.discard(name)
+                self._waits = True
+        except OSError as error:
+            where = os.fspath(path)
+            _log.warning(
+                "%s of a failed save cannot be removed; the next save tries again: %s",
+                where,
+                error,
+            )
+            return False
+        return True
