@@ -353,8 +353,9 @@ class RootError(CnrError, OSError):
 
     Nothing was saved or moved, and nothing deleted but what `prune` then names. The text names
     the root, the call and its path. Look at rights, at the path and at the mount; the same call may
-    work the next time. Of a root in a bucket all calls but saves raise it when the service does not
-    answer, or refuses: the text has the object, the code and what to do; docs/guides/buckets.md.
+    work the next time. Where the root is in a bucket, all calls but saves raise it when the service
+    does not answer or refuses; the text names the object and the code, and says what to do
+    (docs/guides/buckets.md).
 
     Kinds:
         no_answer: the service of a bucket did not answer, or not as it was asked.

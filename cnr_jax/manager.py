@@ -35,7 +35,7 @@ from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
-from cnr_jax.checkpointer.saving.due import Course
+from cnr_jax.checkpointer.saving.due import Progress
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.saving.saves import Saves, as_json
 from cnr_jax.checkpointer.saving.tiers import tiers_of
@@ -163,7 +163,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 super().close()
                 raise
         # Last: without a manager nobody would act on a signal that is noted.
-        self._course.listen()
+        self._progress.listen()
         if self._mirror is not None:
             self._mirror.start()
 
@@ -184,7 +184,7 @@ class CheckpointManager(ocp.CheckpointManager):
         self._calls = Calls(
             handler.lifecycle.listener.is_here, lambda: self._saves.pipeline.is_here()
         )
-        self._course = Course(
+        self._progress = Progress(
             self._steps,
             lambda: self._saves.flying(),
             lambda: self._saves.pipeline.is_full,
@@ -201,7 +201,7 @@ class CheckpointManager(ocp.CheckpointManager):
             handler.lifecycle,
             writer,
             Retirement(self._steps, writer, policy),
-            self._course,
+            self._progress,
             self._calls,
             channel,
             lambda place, state, urgent: handler.plan(place, state, urgent=urgent),
@@ -273,7 +273,7 @@ class CheckpointManager(ocp.CheckpointManager):
         A manager that has neither saved nor restored starts anew, whatever its root holds. Before
         a preemption a save is due whatever the interval.
         """
-        return self._course.should_save(checked_step(step))
+        return self._progress.should_save(checked_step(step))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the run is about to be ended, and this is the step of its last save.
@@ -287,7 +287,7 @@ class CheckpointManager(ocp.CheckpointManager):
         Example:
             `if manager.reached_preemption(step): break`, after `manager.save(step, ...)`.
         """
-        return self._course.reached_preemption(checked_step(step))
+        return self._progress.reached_preemption(checked_step(step))
 
     @alone
     def save(
@@ -328,10 +328,10 @@ class CheckpointManager(ocp.CheckpointManager):
         if state is not None:
             check_concrete(state.state, state.touched)
             self._handler.check_origin(self._root, item, state)
-        if not (force or self._course.is_due(step, state, self.should_save)):
+        if not (force or self._progress.is_due(step, state, self.should_save)):
             return False
         last = self.reached_preemption(step)
-        if not (force or last) and self._course.is_left_out(step):
+        if not (force or last) and self._progress.is_left_out(step):
             return False
         begin = functools.partial(
             self._saves.begin,
@@ -422,7 +422,7 @@ class CheckpointManager(ocp.CheckpointManager):
             root = self._root if is_own else None
             self._handler.lifecycle.listener.tell(state.report, root)
         if directory is None and ours:
-            self._course.restored(taken, state.touched)
+            self._progress.restored(taken, state.touched)
             self._handler.go_on_with_run()
         if not self._steps.options.read_only:
             self._warm_up.compile(*self._handler.planning.foreseen())
@@ -560,7 +560,7 @@ class CheckpointManager(ocp.CheckpointManager):
     @alone
     def _close(self) -> None:
         self._calls.is_closed = True
-        self._course.close()
+        self._progress.close()
         self._saves.pipeline.close()
         super().close()
         self._items.close()

@@ -118,13 +118,13 @@ class Options:
         min_fulls: number of full checkpoints of a branch that stay as long as any step does;
             saves are full until that many of them restore. With 2 no single damaged file takes
             all steps, at the price of one more full checkpoint.
-        max_in_flight: saves that may be written at once. With 1 a save that is due while one is
-            being written waits for it. With more it waits only if so many are, which raises the
-            number of saves that complete where storage answers late, and not where its bandwidth
-            is the limit. They are committed in the order of their steps; one that fails takes down
-            those that rest on it, and the next save contains the rows of all. The first save of a
-            run, a rollback, one without a state, and the last before a preemption go alone. A plain
-            manager of Orbax writes one at a time.
+        max_in_flight: saves that may be written at the same time. With 1, a save that is due while
+            one is being written waits for it. With more, it waits only while so many are. That lets
+            more saves complete where storage answers late, but not where its bandwidth is the
+            limit. They are committed in the order of their steps. One that fails takes down those
+            that rest on it, and the next save contains the rows of all. These saves go alone: the
+            first of a run, one that follows a rollback, one without a state, and the last before a
+            preemption. A plain manager of Orbax writes one at a time.
         max_staging_bytes: bytes of rows and dense leaves that may wait in memory to be written, of
             all saves in flight together. If they have more, training waits while they are written.
         keep_staging: whether host memory in which rows have waited is kept for the next save, up

@@ -28,17 +28,24 @@ def advise(
     ],
     nodes: Annotated[
         int | None,
-        number_option("--nodes", "That the job needs; else all of a trace, or one."),
+        number_option(
+            "--nodes", "Nodes that the job needs; else all of a trace, or one."
+        ),
     ] = None,
     slowdown: Annotated[
         float, typer.Option(min=0, help="Share by which saves may slow training down.")
     ] = 0.03,
     restart_secs: Annotated[
         float | None,
-        typer.Option(min=0, help="Until programs run again, beside the restore."),
+        typer.Option(
+            min=0, help="Seconds until programs run again, without the restore."
+        ),
     ] = None,
     notice_secs: Annotated[
-        float, typer.Option(min=0, help="Before a failure, at which the job is told.")
+        float,
+        typer.Option(
+            min=0, help="Seconds by which the job is told of a failure before it comes."
+        ),
     ] = 0.0,
     damage: Annotated[
         float, typer.Option(min=0, max=1, help="Chance that a restore finds damage.")

@@ -49,7 +49,9 @@ def simulate(
     ] = None,
     nodes: Annotated[
         int | None,
-        number_option("--nodes", "That the job needs; else all of a trace, or one."),
+        number_option(
+            "--nodes", "Nodes that the job needs; else all of a trace, or one."
+        ),
     ] = None,
     hours: Annotated[
         int, number_option("--hours", "To draw from a distribution.", most=10**6)

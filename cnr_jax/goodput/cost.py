@@ -21,7 +21,7 @@ from cnr_jax.repository.description import aligned, amount
 MONTH_HOURS = 730.0
 # In a bucket: of a save, and of each step that a restore reads; and one more for each further
 # chunk of this size. As tests/benchmarks/bucket_requests.py counts them.
-_SAVE_REQUESTS, _READ_REQUESTS, _CHUNK_BYTES = 23, 7, 16 << 20
+_SAVE_REQUESTS, _READ_REQUESTS, _CHUNK_BYTES = 24, 7, 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,16 +192,17 @@ def cost_of(
     monthly = MONTH_HOURS * HOUR_SECS / interval
     restores = sum(save.restored for save in course.saves) / len(saves) * monthly
     sizes = np.array([float(save.total_bytes or 0) for save in saves])
-    reads = np.array([_read_bytes(save, profile) for save in saves])
+    reads, depths = np.array([_read_by(save, course, profile) for save in saves]).T
     plain = np.array([profile.plain_bytes])
     given = (profile, interval, monthly, restores, accelerators)
+    held = course.root.total_bytes
     return Cost(
         saves=len(saves),
         interval_secs=interval,
         restores=restores,
         accelerators=accelerators,
-        own=_quantities(*given, course.root.total_bytes, sizes, reads, 2),
-        plain=_quantities(*given, course.plain_bytes, plain, plain, 1),
+        own=_quantities(*given, held, sizes, reads, depths.mean()),
+        plain=_quantities(*given, course.plain_bytes, plain, plain, 1, plain=True),
         prices=prices,
     )
 
@@ -215,13 +216,15 @@ def _quantities(
     stored: float,
     sizes: np.ndarray,
     reads: np.ndarray,
-    depth: int,
+    depth: float,
+    *,
+    plain: bool = False,
 ) -> Quantities:
     """Quantities of saves of some sizes, and of restores that read so much from so many steps."""
     stall = repeat = None
     if profile.blocking.known:
         stall = float(profile.blocking_secs(sizes).mean())
-        write = float(profile.durable_secs(sizes, plain=depth == 1).mean())
+        write = float(profile.durable_secs(sizes, plain=plain).mean())
         restore = float(profile.reading.of(reads).mean())
         repeat = restores * (restore + write + interval / 2) / HOUR_SECS * accelerators
         stall = monthly * stall / HOUR_SECS * accelerators
@@ -236,10 +239,16 @@ def _quantities(
     )
 
 
-def _read_bytes(save: Save, profile: Profile) -> float:
-    """Bytes that a restore of a save reads: its own, and those of a full one below a delta."""
-    below = profile.full_bytes if save.kind == "delta" else 0.0
-    return (save.total_bytes or 0) + below
+def _read_by(save: Save, course: Course, profile: Profile) -> tuple[float, int]:
+    """Bytes and steps that a restore of a save reads: its own, and those of what it rests on."""
+    nbytes, depth = float(save.total_bytes or 0), 1
+    while save.kind == "delta":
+        depth += 1
+        if save.parent is None or course.saves[save.parent].total_bytes is None:
+            return nbytes + profile.full_bytes, depth
+        save = course.saves[save.parent]
+        nbytes += float(save.total_bytes or 0)
+    return nbytes, depth
 
 
 def _hours(value: float | None) -> str:

@@ -50,7 +50,7 @@ KIND_TELLERS = (("repository/index/folders.py", "Folder"),)
 STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
     ("checkpointer/saving/lifecycle.py", "Lifecycle"): ("open", "doubt"),
     ("checkpointer/saving/pipeline.py", "SavePipeline"): ("_saves", "_beginning"),
-    ("checkpointer/saving/due.py", "Course"): ("_sure", "_begun"),
+    ("checkpointer/saving/due.py", "Progress"): ("_sure", "_begun"),
     ("repository/index/planner.py", "Planner"): ("begun",),
     ("repository/index/ledger.py", "Ledger"): ("doomed", "leaving", "crowded"),
     ("repository/upkeep/writer.py", "RootWriter"): ("_claim", "_lock", "_writing"),

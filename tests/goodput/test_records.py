@@ -200,8 +200,9 @@ def test_quantities_of_a_month_are_those_worked_out_by_hand(tmp_path: Path) -> N
     assert found.restores == pytest.approx(monthly / 10)
     assert own.moved_bytes == pytest.approx(monthly * 2e6 * 1.1)
     assert plain.moved_bytes == pytest.approx(monthly * 50e6 * 1.1)
-    assert own.write_requests == pytest.approx(monthly * 23)
-    assert plain.write_requests == pytest.approx(monthly * (23 + 2))
+    assert own.read_requests == pytest.approx(monthly / 10 * 7)
+    assert own.write_requests == pytest.approx(monthly * 24)
+    assert plain.write_requests == pytest.approx(monthly * (24 + 2))
     assert plain.read_requests == pytest.approx(monthly / 10 * (7 + 2))
     # Restores are taken to read as fast as saves are written; both last a second here.
     assert own.stall_hours == pytest.approx(3 * monthly / 3600)
@@ -313,3 +314,25 @@ def test_a_run_is_a_profile_of_a_simulation(root: Path, tmp_path: Path) -> None:
     assert "has not saved often enough" in result.output
     result = CliRunner().invoke(app, ["cost", str(tmp_path / "few")])
     assert (result.exit_code, result.output.split(":")[0]) == (0, "not known yet")
+
+
+def test_a_restore_reads_what_its_save_rests_on() -> None:
+    saves = [
+        save_of(
+            n,
+            kind="delta" if n else "full",
+            parent=n - 1 if n else None,
+            parent_step=10 * (n - 1) if n else None,
+            parts={"tables": 1_000_000, "slots": 0, "dense": 0, "manifests": 0},
+            saved_at=BEGAN + datetime.timedelta(seconds=6 * n),
+            restored=n == 5,
+        )
+        for n in range(10)
+    ]
+    found = cost_of(course(*saves))
+    assert found is not None
+    restores, monthly = found.restores, 730 * 600
+    assert restores == pytest.approx(monthly / 10)
+    # From one save to ten.
+    assert found.own.read_requests == pytest.approx(restores * 7 * 5.5)
+    assert found.own.moved_bytes == pytest.approx(1e6 * (monthly + restores * 5.5))

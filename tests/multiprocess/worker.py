@@ -293,7 +293,7 @@ def save_and_only_look(
 
 def save_back_to_back(manager: cnr.CheckpointManager, run: Run, first: int) -> str:
     """Leaves out saves that are due while one is being written; ends with one that is not."""
-    manager._course._skips = True
+    manager._progress._skips = True
     saved: list[bool] = []
     for step in range(first, first + 6):
         run.train(step)

@@ -8,7 +8,7 @@ from cnr_jax import errors
 
 
 class StepExistsError(errors.DependentsExistError, StepAlreadyExistsError):
-    """A save is of a step that is there already, as it says as Orbax does.
+    """A save is of a step that is there already; it is an error of Orbax too.
 
     Nothing was saved or replaced. Of one program it means that a step is saved twice: go on with
     a higher number. If another program has saved it to the same root meanwhile: end one of them;

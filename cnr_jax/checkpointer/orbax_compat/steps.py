@@ -62,7 +62,6 @@ class Steps:
     Args:
         root: of the manager.
         options: of Orbax, by which steps are named, due and ranked.
-
         left: names what rollbacks have left behind, though it is called like a step.
 
     Attributes:

@@ -26,7 +26,7 @@ class Tip:
     clock: int
 
 
-class Course:
+class Progress:
     """Where the saves of one manager have got to, and what it saves next.
 
     Args:
@@ -166,7 +166,7 @@ class Course:
         # Threads end at slightly different times; the processes must do the same.
         busy = self._skips and bool(on_primary(self._channel, self._is_full))
         if busy:
-            _log.info("step %d is not saved: the save before is being written", step)
+            _log.info("step %d is not saved: saves before it are being written", step)
         return busy
 
     def _tip_at(self, step: int, touched: Touched | None) -> Tip:

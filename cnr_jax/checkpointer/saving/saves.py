@@ -18,7 +18,7 @@ from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps, now
 from cnr_jax.checkpointer.save_errors import as_save_errors, without_frames
 from cnr_jax.checkpointer.saving.calls import Calls
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
-from cnr_jax.checkpointer.saving.due import Course
+from cnr_jax.checkpointer.saving.due import Progress
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.pipeline import SavePipeline
@@ -53,7 +53,7 @@ class Saves:
         lifecycle: finds out what became of each.
         writer: of the root.
         retirement: of steps that they make superfluous.
-        course: is told of saves that begin and fail.
+        progress: is told of saves that begin and fail.
         calls: of the manager.
         channel: to the other processes.
         plan: decides on the save of a state.
@@ -73,7 +73,7 @@ class Saves:
     _lifecycle: Lifecycle
     _writer: RootWriter
     retirement: Retirement
-    _course: Course
+    _progress: Progress
     _calls: Calls
     _channel: Channel
     _plan_state: Callable[[Place, Save, bool], tuple[SaveInFlight, ChangedRows]]
@@ -183,7 +183,7 @@ class Saves:
     def _note_begun(self, save: SaveInFlight, state: Save | None) -> None:
         """Notes a save that is decided, and what goes out of its way."""
         nonce = save.attempt.nonce
-        self._course.begin(nonce, save.step, state.touched if state else None)
+        self._progress.begin(nonce, save.step, state.touched if state else None)
         # What was moved aside is not in the way of the new steps.
         self.steps.forget_named(save.decided.abandoned if save.decided else ())
         if save.decided and self._writer.changed:
@@ -336,7 +336,7 @@ class Saves:
             self.retirement.let_go(save.attempt, is_seen)
         if save in self._lifecycle.open:
             is_seen = self._lifecycle.settle_one(save) is not None
-        self._course.ended(save.attempt.nonce, committed=is_seen)
+        self._progress.ended(save.attempt.nonce, committed=is_seen)
         if not save.is_committed:
             self._lifecycle.withdraw(save)
             if save.decided and save.decided.abandoned:

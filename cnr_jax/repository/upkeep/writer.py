@@ -324,8 +324,8 @@ class RootWriter:
             return
         if not moves:
             _log.warning(
-                "the run went back, and saves step %d as %s: as soon as that is saved, %s are"
-                " left behind, and go when retention next lets go of a step of this run",
+                "the run went back, and saves step %d as %s: once that is saved, the run is"
+                " without %s, which stay until retention next deletes a step of this run",
                 plan.step,
                 plan.directory,
                 ", ".join(reversed(plan.abandoned)),
