@@ -69,7 +69,13 @@ _OF_PATHS = {
 # Where files are to be handled. Exports, drawings and pages stand where the user says, which is
 # not in a root, and neither is what the system tells of processes.
 _STORE = ("repository/store/",)
-_NOT_IN_ROOTS = ("cli/", "exporting/", "repository/upkeep/processes.py", "__main__.py")
+_NOT_IN_ROOTS = (
+    "cli/",
+    "exporting/",
+    "goodput/",
+    "repository/upkeep/processes.py",
+    "__main__.py",
+)
 
 
 class Lines(NamedTuple):
