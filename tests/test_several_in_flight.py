@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import itertools
 import os
 import signal
@@ -13,6 +15,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.orbax_compat.items import StepItems
+from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.errors import OptionError, SaveError
 from cnr_jax.repository.committer import RenameCommitter
 
@@ -122,6 +126,50 @@ def parent_in_flight(manager: Any, step: int) -> int | None:
     (save,) = [s for s in manager._saves.pipeline.in_flight() if s.step == step]
     parent = save.plan.parent
     return parent and int(parent.directory)
+
+
+def test_a_save_that_is_taken_down_while_it_is_staged_falls_with_the_other(
+    tiny_run: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its staging is cancelled, which is no error of its own, and none that asyncio raises."""
+    run, is_staging, has_failed = tiny_run(), threading.Event(), threading.Event()
+    real_write, real_start = SavePipeline._write, StepItems._start
+    real_fail = SavePipeline._fail
+
+    def write(self: Any, save: Any) -> None:
+        if save.step == 2:
+            assert is_staging.wait(30)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real_write(self, save)
+
+    def fail(self: Any, save: Any, error: BaseException) -> None:
+        real_fail(self, save, error)
+        has_failed.set()
+
+    async def start(self: Any, folder: Any, args: Any, begun: Any) -> None:
+        await real_start(self, folder, args, begun)
+        if Path(folder).parent.name.startswith("3.") or "/3." in str(folder):
+            is_staging.set()
+            while not has_failed.is_set():
+                await asyncio.sleep(0.01)
+
+    manager = opened(run, policy=cnr.Consecutive(), max_in_flight=2)
+    run.run(manager, [1])
+    monkeypatch.setattr(SavePipeline, "_write", write)
+    monkeypatch.setattr(SavePipeline, "_fail", fail)
+    monkeypatch.setattr(StepItems, "_start", start)
+    for step in (2, 3):
+        run.train(step)
+        assert run.save(manager, step)
+    with pytest.raises(SaveError, match="No space left"):
+        manager.wait_until_finished()
+    manager.wait_until_finished()
+    monkeypatch.undo()
+    run.train(4)
+    assert run.save(manager, 4)
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1, 4]
+    run.check(manager, 4)
 
 
 def test_a_failure_is_raised_by_the_next_save_while_others_are_in_flight(

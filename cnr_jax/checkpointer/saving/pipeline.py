@@ -355,8 +355,11 @@ class SavePipeline(Generic[S]):
             save.futures = self._work.stage(save, folder)
             beginning.is_staged()
         except BaseException as error:
+            # Staging was cancelled if a save failed meanwhile that this one rests on: that is no
+            # failure of its own, and comes out of the background with the other.
+            fallen = save.error
             self._work.cancel(save, error)
-            if jax.process_count() == 1:
+            if jax.process_count() == 1 and fallen is None:
                 self._stop(save)
                 self._fail(save, error)
                 self._end(save)
@@ -364,7 +367,7 @@ class SavePipeline(Generic[S]):
                 raise
             # Other processes have begun: this one tells them in the background.
             failed = concurrent.futures.Future[None]()
-            failed.set_exception(error)
+            failed.set_exception(fallen or error)
             save.futures = [failed]
         try:
             self._drive(save)
