@@ -16,7 +16,9 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.items import StepItems
+from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.pipeline import SavePipeline
+from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.errors import OptionError, SaveError
 from cnr_jax.repository.committer import RenameCommitter
 
@@ -304,6 +306,85 @@ def test_a_step_stays_as_long_as_a_save_in_flight_rests_on_it(
         manager.wait_until_finished()
     assert manager.all_steps() == [1, 2, 3]
     run.check(manager, 3)
+
+
+def test_the_last_whole_step_stays_though_another_save_is_planned_before_it_would_go(
+    tiny_run: Any, opened: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, gate = tiny_run(), Gate()
+    settle, remove = RenameCommitter.settle, Retirement.remove
+    root = storage.below / "root"
+
+    def harming(committer: Any, attempt: Any) -> None:
+        if attempt.directory == "1":
+            for file in root.glob("1/default/rows.p00000/**/c/0"):
+                file.unlink()
+        settle(committer, attempt)
+
+    def waiting(retirement: Any, steps: Any) -> list[int]:
+        gate.passes()
+        return remove(retirement, steps)
+
+    monkeypatch.setattr(RenameCommitter, "settle", harming)
+    monkeypatch.setattr(Retirement, "remove", waiting)
+    manager = opened(run, policy=cnr.Full(), max_in_flight=3, max_to_keep=1)
+    run.run(manager, [0])
+    gate.shut()
+    with Held(storage, 2) as gates:
+        for step in (1, 2):
+            if step == 2:
+                assert gate.reached.wait(30), "1 has been looked at"
+            run.train(step)
+            assert run.save(manager, step)
+        first = manager._saves.pipeline.unnoted()[0]
+        assert first.step == 1 and not first.is_over
+        gate.open()
+        assert first.thread.wait(30)
+        assert (root / "0").exists()
+        assert cnr.verify(root)[0].directory == "1"
+        run.check(manager, 0)
+        gates[2].open()
+        manager.wait_until_finished()
+    assert manager.all_steps() == [2] and not (root / "0").exists()
+    run.check(manager, 2)
+
+
+def test_a_save_on_what_another_one_was_first_to_miss_is_no_committed_one(
+    tiny_run: Any, opened: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, told, gate = tiny_run(), list[Any](), Gate()
+    root, look_after = storage.below / "root", Lifecycle.look_after
+    settle = RenameCommitter.settle
+
+    def late(lifecycle: Any, flight: Any, *args: Any) -> None:
+        if flight.step == 2:
+            gate.passes()
+        look_after(lifecycle, flight, *args)
+
+    def harming(committer: Any, attempt: Any) -> None:
+        if attempt.directory == "3":
+            for file in root.glob("1/default/rows.p00000/**/c/0"):
+                file.unlink()
+            gate.open()
+        settle(committer, attempt)
+
+    monkeypatch.setattr(Lifecycle, "look_after", late)
+    monkeypatch.setattr(RenameCommitter, "settle", harming)
+    manager = opened(run, max_in_flight=3, on_save=told.append)
+    run.run(manager, [1])
+    gate.shut()
+    for step in (2, 3):
+        run.train(step)
+        assert run.save(manager, step)
+    manager.wait_until_finished()
+    assert [(each.step, each.outcome) for each in told] == [
+        (1, "committed"),
+        (2, "dropped"),
+        (3, "dropped"),
+    ]
+    run.run(manager, [4])
+    assert manager.last_report.kind == "full"
+    run.check(manager, 4)
 
 
 def test_after_a_restore_each_save_that_moves_steps_aside_goes_alone(

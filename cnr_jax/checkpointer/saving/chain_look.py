@@ -11,13 +11,14 @@ that stays after one in whose favour steps are deleted.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import TypeGuard
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.index.entries import Entry, entry_of
+from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.store import can
@@ -56,9 +57,10 @@ def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | 
     chain = flight.chain
     if chain and not can(flight.place.root).cheap_looks:
         chain = (chain[flight.step % len(chain)],)
-    gap = writer.gaps.look(flight.place, chain, dense=False)
-    if gap is None:
+    gaps = writer.gaps.look(flight.place, chain, dense=False)
+    if not gaps:
         return None
+    gap = gaps[0]
     return errors.SaveError(
         f"step {flight.step} is not committed: it rests on step"
         f" {step_number(gap.directory)}, which is not whole any more\n  {gap.text}\n"
@@ -77,6 +79,7 @@ def look_after(
     flight: SaveInFlight,
     leaving: Collection[int],
     min_fulls: int,
+    known: Set[Gap],
 ) -> None:
     """Looks at a committed save and what it rests on; `RootWriter.note_gaps` notes what is found.
 
@@ -85,6 +88,7 @@ def look_after(
         flight: the save.
         leaving: steps that retention is about to delete.
         min_fulls: full checkpoints that are to stay.
+        known: gaps that need no further word.
     """
     if flight.manifest is None:
         return
@@ -95,14 +99,15 @@ def look_after(
     if len(stay) == len(flight.beside):
         stay = stay[: min_fulls - 1]
     itself = entry_of(flight.place.directory, flight.manifest)
-    known = len(writer.gaps.found)
-    writer.gaps.look(flight.place, (itself, *flight.chain, *stay))
+    found = writer.gaps.look(flight.place, (itself, *flight.chain, *stay))
     chain = {entry.directory for entry in flight.chain}
-    for gap in writer.gaps.found[known:]:
+    for gap in found:
         if gap.directory == itself.directory or (
             gap.directory in chain and gap.harms_chain
         ):
             flight.harm = flight.harm or gap
+        if gap in known:
+            continue
         _log.warning(
             "step %d is not whole any more: %s; %s",
             step_number(gap.directory),

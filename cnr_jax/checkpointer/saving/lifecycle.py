@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 
 import jax
 
@@ -25,6 +25,7 @@ from cnr_jax.checkpointer.saving.reporting import (
 from cnr_jax.format.manifest import HistoryEntry, Manifest
 from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.options import Options
+from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.planner import Planner, SavePlan
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -128,7 +129,9 @@ class Lifecycle:
                 )  # Orbax tells nobody here that a save has failed
             raise error
 
-    def look_after(self, flight: SaveInFlight, leaving: Collection[int]) -> None:
+    def look_after(
+        self, flight: SaveInFlight, leaving: Collection[int], known: Set[Gap]
+    ) -> None:
         """After the commit of a save: looks whether it, and what it rests on, is there.
 
         On the process that commits, in the background; before it is reported.
@@ -136,9 +139,10 @@ class Lifecycle:
         Args:
             flight: the save.
             leaving: steps that retention is about to delete.
+            known: what retention knew to be missing as it decided so.
         """
         if flight in self.open and self._see(flight) is not None:
-            look_after(self._writer, flight, leaving, self._min_fulls)
+            look_after(self._writer, flight, leaving, self._min_fulls, known)
 
     def synced(self, error: OSError | None) -> None:
         """Notes that a committed save is durable, or why not: then no other may rest on it."""

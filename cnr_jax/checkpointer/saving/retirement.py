@@ -94,18 +94,13 @@ class Retirement:
     def remove(self, steps: Sequence[int]) -> list[int]:
         """Removes what retention lets go of: steps, and first what rollbacks have set aside.
 
-        Not as long as steps that are to stay were found to lack files, and the rule, which
-        decided without knowing that, was not asked again. A step that cannot be removed stays, and
-        with it all that it rests on. Nothing is raised: the save that made the steps superfluous
-        is committed all the same.
+        A step that cannot be removed stays, and with it all that it rests on. Nothing is raised:
+        the save that made the steps superfluous is committed all the same.
 
         Returns:
             Those that stay.
         """
         writer, ledger = self._writer, self._writer.ledger
-        if writer.gaps.found and steps:
-            _say_spared(writer.gaps.found[0])
-            return list(steps)
         if ledger is not None and ledger.crowded:
             if writer.place is not None:
                 clear_aside(
@@ -116,6 +111,21 @@ class Retirement:
                     adopts=writer.adopts,
                 )
         return [step for step, _ in self._removing(steps)]
+
+    def spare(self, steps: Sequence[int], gap: Gap) -> None:
+        """Keeps what was to go, as steps that were to stay lack files: retention decides again.
+
+        Args:
+            steps: that the rule let go of without knowing that.
+            gap: what was found.
+        """
+        with self._writer.looking:
+            self.stayed(steps)
+            self._ledger.crowded = False  # and what rollbacks have set aside stays
+        _log.warning(
+            "no step is deleted after this save, as one that was to stay is not whole: %s",
+            gap.text,
+        )
 
     def stayed(self, steps: Sequence[int]) -> None:
         """On all processes: these did not go after all, and count on."""
@@ -167,11 +177,3 @@ class Retirement:
         else:
             remover.remove(directory, background=options.enable_background_delete)
         self._ledger.left.pop(directory, None)
-
-
-def _say_spared(gap: Gap) -> None:
-    """Says that steps stay that others were to take the place of, until retention decides again."""
-    _log.warning(
-        "no step is deleted after this save, as one that was to stay is not whole: %s",
-        gap.text,
-    )

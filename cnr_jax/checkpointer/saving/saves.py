@@ -416,12 +416,18 @@ class Saves:
         infos = [each for each in self.steps.infos() if each.step != save.step]
         infos += [save.info] if save.info is not None else []
         infos = sorted(infos, key=lambda info: info.step)
+        gaps = self._writer.gaps
+        known = gaps.taken()  # first: the rule is to know of no less
         leaving = self.retirement.decide(infos, save.attempt)
         try:
-            self._lifecycle.look_after(save, leaving)
+            self._lifecycle.look_after(save, leaving, known)
         except Exception:
             self.retirement.stayed(leaving)  # nothing goes in favour of what failed
             raise
+        # Now: the next save, which may be planned from here on, takes what was found.
+        if leaving and (unknown := gaps.beside(known)):
+            self.retirement.spare(leaving, unknown[0])
+            leaving = []
         return {"leaving": leaving}
 
     def committed(self, save: SaveInFlight, told: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -38,11 +38,13 @@ class Gap:
 
     Attributes:
         directory: of the step.
+        uuid: of the checkpoint.
         path: of the file, below the root, the step directory first.
         text: what is wrong with it, in a line.
     """
 
     directory: str
+    uuid: str
     path: str
     text: str
 
@@ -55,8 +57,8 @@ class Gap:
 class Gaps:
     """What was found missing of the checkpoints of one root.
 
-    It may be looked for in any thread, one at a time; meanwhile what was found may be taken by the
-    one that plans the next save.
+    It may be looked for in any thread, also in several at once; meanwhile what was found may be
+    taken by the one that plans the next save.
 
     Attributes:
         is_stale: whether the root was read anew, so that what was found before is forgotten.
@@ -65,26 +67,33 @@ class Gaps:
     def __init__(self) -> None:
         # Of checkpoints that were written here or looked at, by uuid: manifests are read once.
         self._files: dict[str, StepFiles] = {}
-        self._found: dict[str, Gap] = {}
-        # By uuid and path: what is known needs no second look, nor a word each time.
-        self._told: set[tuple[str, str]] = set()
-        self._taking = threading.Lock()
+        # By uuid and path: all that was found, and what of it was not taken yet.
+        self._found: dict[tuple[str, str], Gap] = {}
+        self._left: dict[tuple[str, str], Gap] = {}
+        # While one of these changes; not while storage is looked at.
+        self._noting = threading.Lock()
         self.is_stale = False
 
     def forget(self) -> None:
         """The root was read anew, and with it what was known to be missing is forgotten."""
-        self.is_stale = True
-        self._told.clear()
+        with self._noting:
+            self.is_stale = True
+            self._found.clear()
 
-    @property
-    def found(self) -> Sequence[Gap]:
-        """What was found and not taken yet, one of each step."""
-        return tuple(self._found.values())
+    def taken(self) -> Set[Gap]:
+        """What was found and taken: whoever took it knows."""
+        with self._noting:
+            return {gap for key, gap in self._found.items() if key not in self._left}
+
+    def beside(self, known: Set[Gap]) -> tuple[Gap, ...]:
+        """What was found and is not among these, whether it was taken since or not."""
+        with self._noting:
+            return tuple(gap for gap in self._found.values() if gap not in known)
 
     def take(self) -> tuple[Gap, ...]:
         """What was found since it was taken last."""
-        with self._taking:
-            found, self._found = self._found, {}
+        with self._noting:
+            found, self._left = self._left, {}
         return tuple(found.values())
 
     def know(
@@ -94,11 +103,12 @@ class Gaps:
         manifest_bytes: int,
     ) -> None:
         """Notes the files of a checkpoint that was just written: its manifests need not be read."""
-        self._files[manifest.uuid] = _whole(manifest, processes, manifest_bytes)
+        with self._noting:
+            self._files[manifest.uuid] = _whole(manifest, processes, manifest_bytes)
 
     def look(
         self, place: Place, entries: Iterable[Entry], *, dense: bool = True
-    ) -> Gap | None:
+    ) -> tuple[Gap, ...]:
         """Looks whether checkpoints are complete.
 
         Args:
@@ -108,25 +118,29 @@ class Gaps:
                 none of its own.
 
         Returns:
-            The first gap; `found` has one of each checkpoint, of gaps that are new.
+            One gap of each checkpoint that has any, whether it was found before or not.
         """
-        first: Gap | None = None
+        found: list[Gap] = []
         looked: dict[str, StepFiles] = {}
+        with self._noting:
+            before = [*self._files] if dense else []
         for entry in entries:
             if entry.orbax:
                 continue
             gap = self._gap_of(place, entry, looked, dense=dense)
             if gap is not None:
-                if (entry.uuid, gap.path) not in self._told:
-                    self._told.add((entry.uuid, gap.path))
-                    with self._taking:
-                        self._found.setdefault(entry.directory, gap)
-                first = first or gap
-        if dense:
-            self._files, self.is_stale = looked, False
-        else:
+                key = gap.uuid, gap.path
+                with self._noting:
+                    if key not in self._found:
+                        self._found[key] = self._left[key] = gap
+                    found.append(self._found[key])
+        with self._noting:
+            # But for those that were written, or looked at by another thread, meanwhile.
+            for uuid in before:
+                self._files.pop(uuid, None)
             self._files |= looked
-        return first
+            self.is_stale = self.is_stale and not dense
+        return tuple(found)
 
     def _gap_of(
         self, place: Place, entry: Entry, looked: dict[str, StepFiles], *, dense: bool
@@ -144,7 +158,7 @@ class Gaps:
             file = getattr(error, "path", None) or os.fspath(item / names.MANIFEST)
             above = os.fspath(place.root).rstrip("/") + "/"
             text = str(error).partition("\n")[0].removeprefix(above)
-            return Gap(entry.directory, file.removeprefix(above), text)
+            return Gap(entry.directory, entry.uuid, file.removeprefix(above), text)
         return None
 
 

@@ -188,9 +188,11 @@ class RootWriter:
             What other processes have to know of it, as `know` takes it.
         """
         *_, ledger = self._known()
-        found = tuple((gap.path, gap.text) for gap in self.gaps.take())
-        for path, text in found:
-            ledger.note_damage(path, text)
+        # Retention, which knows what is taken, knows what it is then.
+        with self.looking:
+            found = tuple((gap.path, gap.text) for gap in self.gaps.take())
+            for path, text in found:
+                ledger.note_damage(path, text)
         return found
 
     def refreshed(self) -> Ledger:
