@@ -26,6 +26,8 @@ from cnr_jax.cli.app import app
 from cnr_jax.format import names
 from cnr_jax.repository.mirroring.step_files import Meter
 from cnr_jax.repository.store import names_in, store_of
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
 
 from . import mirror_program
 from .bucket_proxy import Proxy
@@ -174,6 +176,74 @@ def test_a_step_that_is_damaged_in_both_is_passed_over(
         flip(far, path)
         run.restore(manager, None)
         run.same(run.state, run.truth[1])
+
+
+def test_saves_go_on_after_a_step_that_is_damaged_in_both(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    run, far = tiny_run(), tmp_path / "far"
+    with run.open(root, mirror=far) as manager:
+        run.run(manager, range(2))
+        caught_up(manager)
+        path = next(p for p in files_of(root, "1") if "/c/" in p)
+        flip(root, path)
+        flip(far, path)
+        run.restore(manager, None)
+        run.run(manager, [2])
+        run.run(manager, [3])
+        assert steps_in(root)[-2:] == ["2", "3"]
+
+
+def test_a_root_that_is_full_is_told_from_a_mirror_that_is_away(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    run, far = tiny_run(), tmp_path / "far"
+    with run.open(root, {"max_to_keep": 1}, policy=cnr.Full(), mirror=far) as manager:
+        for step in range(2):
+            run.run(manager, [step])
+            caught_up(manager)
+        full = Fault("open", action="ENOSPC", times=0, match="0.orbax")
+        with inprocess.failing(root, full):
+            with pytest.raises(errors.RootError, match="cannot be filled") as raised:
+                run.restore(manager, 0)
+        assert raised.value.path == str(root)
+        for call, match in [("scandir", ""), ("open_read", "/c/")]:
+            away = Fault(call, action="EMFILE", times=0, match=match)
+            with case_of(call), inprocess.failing(far, away):
+                with pytest.raises(errors.RootError, match="cannot be read") as raised:
+                    run.restore(manager, 0)
+                assert raised.value.path == str(far)
+        run.run(manager, [2])
+        run.restore(manager, 0)
+        run.same(run.state, run.truth[0])
+    assert not [each for each in names_in(epath.Path(root)) if "tmp" in each]
+
+
+def test_a_copy_that_ends_with_an_error_keeps_nobody_from_the_mirror(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(root) as manager:
+        run.run(manager, [0])
+
+    def follows(_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cnr.mirror(root, far, follows=follows)
+    assert names.WRITER not in names_in(far)
+
+
+def test_a_mirror_that_cannot_be_listed_is_the_problem(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    run, far = tiny_run(), tmp_path / "far"
+    with run.open(root) as manager:
+        run.run(manager, [0])
+    cnr.mirror(root, far)
+    with inprocess.failing(far, Fault("scandir", action="EIO", times=0)):
+        (problem,) = cnr.mirror(root, far).problems
+    assert "Input/output error" in problem
 
 
 def test_repair_mends_each_by_the_other(

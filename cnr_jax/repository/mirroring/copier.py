@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.committer import Attempt, committer_for
 from cnr_jax.repository.index.entries import Entry, order
 from cnr_jax.repository.index.ledger import Ledger
@@ -76,24 +77,14 @@ class Copier:
             UsedRootError: if the target holds another run.
             OSError: if a root cannot be read.
         """
-        self.item = self.item or find_item(self._source)
-        if self.item is None:
-            return False
-        if self._held is None:
-            self._held = Ledger.load(self._source, self.item, self._is_step)
-        else:
-            self._held.refresh(self._source, self.item)
-            for directory in sorted(self._held.directories()):
-                # A rollback may have put another step into the place of one.
-                if self._states.get(directory) != self._state(directory):
-                    self._held.read(self._source, directory, self.item)
-        known = self._held.directories()
-        self._states = {directory: self._state(directory) for directory in known}
-        self._held.ask_again(self._source, self.item)
-        self._held.take_back_unread()
+        with as_root_errors(self._source, "read"):
+            self.item = self.item or find_item(self._source)
+            if self.item is None:
+                return False
+            held = self._held = self._look(self.item)
         there = self.writer.open(self._target, self.item)
         runs = {entry.run for entry in there.restorable() if not entry.orbax}
-        newest = self._held.newest()
+        newest = held.newest()
         if newest is not None and runs and newest.run not in runs:
             where = os.fspath(self._target)
             raise errors.UsedRootError(
@@ -102,6 +93,22 @@ class Copier:
                 "  hint: mirror to another folder, or move those steps out of it",
             )
         return True
+
+    def _look(self, item: str) -> Ledger:
+        """The steps of the source as they now are."""
+        held = self._held
+        if held is None:
+            held = Ledger.load(self._source, item, self._is_step)
+        else:
+            held.refresh(self._source, item)
+            for directory in sorted(held.directories()):
+                # A rollback may have put another step into the place of one.
+                if self._states.get(directory) != self._state(directory):
+                    held.read(self._source, directory, item)
+        self._states = {each: self._state(each) for each in held.directories()}
+        held.ask_again(self._source, item)
+        held.take_back_unread()
+        return held
 
     def _state(self, directory: str) -> object:
         """What changes when another step comes to lie in a folder, where that is cheaply seen."""

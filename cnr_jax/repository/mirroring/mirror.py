@@ -5,6 +5,7 @@ A thread of its own copies, so no save waits for it; how far it is behind is tol
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -205,10 +206,9 @@ class Mirror:
                 why,
             )
 
-    def withdraw(self) -> None:
-        """Leaves the mirror to nobody."""
-        if self._copier.item is not None:
-            self._copier.writer.withdraw()
+    def for_a_while(self) -> contextlib.AbstractContextManager[None]:
+        """Leaves the mirror to nobody in the end; for one to which no thread copies."""
+        return self._copier.writer.for_a_while()
 
     # What is done, in the thread.
 
@@ -348,21 +348,21 @@ class Mirror:
             Whether steps came.
 
         Raises:
-            RootError: if the mirror cannot be read, and the root holds nothing either: it must not
-                look like one in which nothing was ever saved.
+            RootError: if the mirror cannot be read, or the root not be written, and the step was
+                asked for by its number, or the root holds nothing either: it must not look like
+                one in which nothing was ever saved.
         """
         own = None
+        item = self._item or find_item(self.root)
+        if item is not None:
+            own = Ledger.load(self.root, item, self._is_step)
         try:
-            item = self._item or find_item(self.root)
-            if item is not None:
-                own = Ledger.load(self.root, item, self._is_step)
-            with as_root_errors(self.target, "read"):
-                return self._bring_back(own, item, step)
+            return self._bring_back(own, item, step)
         except errors.RootError as error:
-            if own is None or own.newest() is None:
+            if step is not None or own is None or own.newest() is None:
                 raise
             _log.warning(
-                "whether the mirror holds newer steps is not known: %s",
+                "newer steps that the mirror may hold do not come: %s",
                 in_one_line(error),
             )
             return False
@@ -370,10 +370,11 @@ class Mirror:
     def _bring_back(
         self, own: Ledger | None, item: str | None, step: int | None
     ) -> bool:
-        item = item or find_item(self.target)
-        if item is None or not exists(self.target):
-            return False
-        theirs = Ledger.load(self.target, item, self._is_step)
+        with as_root_errors(self.target, "read"):
+            item = item or find_item(self.target)
+            if item is None or not exists(self.target):
+                return False
+            theirs = Ledger.load(self.target, item, self._is_step)
         newest = own.newest() if own is not None else None
         tried = set[str]()
         while True:
@@ -398,10 +399,11 @@ class Mirror:
             if not _is_free(self.root):
                 return False
             copier = Copier(self.target, self.root, **self._told | {"item": item})
+            filled = as_root_errors(self.root, "filled from its mirror")
             try:
-                copier.look()
-                brought = copier.copy_chain(found[-1])
-                copier.writer.withdraw()
+                with filled, copier.writer.for_a_while():
+                    copier.look()
+                    brought = copier.copy_chain(found[-1])
             except errors.DAMAGE as error:
                 tried.add(found[-1].directory)
                 _log.warning(
@@ -411,8 +413,6 @@ class Mirror:
                     in_one_line(error),
                 )
                 continue
-            finally:
-                copier.close()
             _log.warning(
                 "steps %s came from the mirror %s: %s lacked them",
                 ", ".join(brought),
@@ -431,11 +431,11 @@ class Mirror:
             return False
         copier = Copier(self.target, self.root, **self._told)
         try:
-            if not copier.look() or directory not in copier.source.entries:
-                return False
-            chain = copier.source.chain(copier.source.entries[directory])
-            mended = copier.mend(reversed(chain))
-            copier.writer.withdraw()
+            with copier.writer.for_a_while():
+                if not copier.look() or directory not in copier.source.entries:
+                    return False
+                chain = copier.source.chain(copier.source.entries[directory])
+                mended = copier.mend(reversed(chain))
         except (errors.CnrError, OSError) as error:
             _log.warning(
                 "step %s cannot be mended by the mirror: %s",
@@ -443,8 +443,6 @@ class Mirror:
                 in_one_line(error),
             )
             return False
-        finally:
-            copier.close()
         for each in mended:
             _log.warning("%s was damaged, and is mended by the mirror", each)
         return bool(mended)
@@ -515,16 +513,13 @@ def mirror(
             kind="writer_busy",
         )
     found = Mirror(path, target, keep=keep, bytes_per_sec=bytes_per_sec, item=item)
-    try:
+    with found.for_a_while():
         while True:
             report = found.catch_up()
             if found.lost is not None:
                 raise found.lost
             if follows is None or not follows(report):
                 break
-        found.withdraw()
-    finally:
-        found.close(0)
     return dataclasses.replace(
         report, mended=tuple(mended), problems=(*problems, *report.problems)
     )

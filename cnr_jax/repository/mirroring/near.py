@@ -81,6 +81,5 @@ def empty_into(near: AnyPath, far: AnyPath, **told: Any) -> None:
     """
     if exists(near):
         mirror = Mirror(near, far, **told)
-        mirror.catch_up()
-        mirror.withdraw()
-        mirror.close(0)
+        with mirror.for_a_while():
+            mirror.catch_up()

@@ -18,6 +18,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import FileDigest, load
 from cnr_jax.format.tiles import ArrayEntry, load_process
+from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.store import (
     AnyPath,
     can,
@@ -215,6 +216,10 @@ class Meter:
             raise Stopped
 
 
+def _size_of(step: AnyPath, file: StepFile) -> int:
+    return size_of(step / file.path) if file.bytes is None else file.bytes
+
+
 def copy_files(source: AnyPath, folder: AnyPath, meter: Meter) -> None:
     """Copies the files of a step into a folder, each checked on the way.
 
@@ -227,15 +232,14 @@ def copy_files(source: AnyPath, folder: AnyPath, meter: Meter) -> None:
 
     Raises:
         CnrError: if a file is damaged.
-        OSError: if it cannot be read or written.
+        RootError: if the root of the step cannot be read.
+        OSError: if the folder cannot be written.
         Stopped: if the meter is stopped.
     """
-    files = files_of_step([source])
-    store = store_of(folder)
-    sizes = [
-        (each.path, size_of(source / each.path) if each.bytes is None else each.bytes)
-        for each in files
-    ]
+    root, store = source.parent, store_of(folder)
+    with as_root_errors(root, "read"):
+        files = files_of_step([source])
+        sizes = [(each.path, _size_of(source, each)) for each in files]
     lacking = {path for path, _ in store.amiss(folder, sizes)}
     for parent in sorted({each.path.rpartition("/")[0] for each in files} - {""}):
         store.make_folder(folder / parent)
@@ -245,7 +249,8 @@ def copy_files(source: AnyPath, folder: AnyPath, meter: Meter) -> None:
         # Where files are put under a condition, what is there is there as a whole.
         if each.path not in lacking and can(folder).conditions:
             return
-        data = read_whole([source], each.path, each.check)
+        with as_root_errors(root, "read"):
+            data = read_whole([source], each.path, each.check)
         if each.path not in lacking and read_all(target) == data:
             return
         meter.take(len(data))

@@ -270,20 +270,11 @@ def claimed(
             kind="writer_busy",
         )
     writer = RootWriter(lambda: True, adopts=True)
-    try:
+    with writer.for_a_while():
         writer.open(root, item)
         if before is not None and not is_dead:
             writer.stand_in(before, alone=lock.is_proof)
-        try:
-            yield writer, writer.claim()
-        except BaseException:
-            # Else the next one would take this one for a manager that may still be saving.
-            with contextlib.suppress(errors.WriterError, OSError):
-                writer.withdraw()
-            raise
-        writer.withdraw()
-    finally:
-        writer.close()
+        yield writer, writer.claim()
 
 
 def _fates(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -516,13 +517,29 @@ class RootWriter:
         if self.writes:
             self._claim.give_up()
 
-    def withdraw(self) -> None:
-        """Leaves the root to whom this stood in for, or to nobody, after the last change there.
+    @contextlib.contextmanager
+    def for_a_while(self) -> Iterator[None]:
+        """Withdraws in the end, whatever happens: to whom this stood in for, or to nobody.
+
+        Else whoever saves next would take this one for a manager that may still be saving.
 
         Raises:
             WriterError: if another manager has taken over the root.
         """
-        self._claim.withdraw()
+        try:
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(errors.WriterError, OSError):
+                    self._withdraw()
+                raise
+            self._withdraw()
+        finally:
+            self.close()
+
+    def _withdraw(self) -> None:
+        if self.place is not None:
+            self._claim.withdraw()
 
     def close(self) -> None:
         """Waits for what is being deleted and frees what is held."""
