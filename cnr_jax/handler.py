@@ -450,8 +450,26 @@ def handler_registry(
     checkpoints are written: plain retention would delete the parents of deltas. What only
     `CheckpointManager` does: refuse a save that is not due in a root that another run has used,
     which here only returns False; sync what Orbax renames, remove steps at once rather than file by
-    file, and look before Orbax deletes a folder that has come to the root since it started.
+    file, and look before Orbax deletes a folder that has come to the root since it started; copy
+    to a mirror.
+
+    Raises:
+        OptionError: if an option is not known, or only works in `CheckpointManager`.
     """
+    for name in ("mirror", "near"):
+        where = getattr(options, name, None)
+        if where is not None:
+            raise errors.OptionError(
+                f"{name} is {where!r}, but a plain manager of Orbax copies nothing\n"
+                "  hint: cnr_jax.CheckpointManager does, or the command cnr-jax mirror"
+            )
+    return registry_of(tables, options)
+
+
+def registry_of(
+    tables: Tables | None, options: cnr_jax.options.Options | None
+) -> HandlerRegistry:
+    """A registry for a manager of ours, which does more than a plain one."""
     registry = HandlerRegistry()
     registry.handler = CnrHandler(tables, options)
     # No item name: whatever the item is called, these arguments lead to this handler.

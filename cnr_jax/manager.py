@@ -40,7 +40,7 @@ from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.saving.saves import Saves, as_json
 from cnr_jax.checkpointer.saving.tiers import tiers_of
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
-from cnr_jax.handler import handler_registry
+from cnr_jax.handler import registry_of
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.causes import as_root_errors, using_root
@@ -115,7 +115,7 @@ class CheckpointManager(ocp.CheckpointManager):
         """
         options = checked(options)
         orbax_options = checked_orbax_options(orbax_options)
-        registry = handler_registry(tables, options)
+        registry = registry_of(tables, options)
         self._handler = handler = registry.handler
         handler.may_save &= not orbax_options.read_only
         is_step = step_names(orbax_options)

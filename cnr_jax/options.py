@@ -19,6 +19,7 @@ from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.telemetry import SaveReport
 
+_NEAR_STEPS = 2
 _INTEGERS = (
     "bits",
     "expected_restores",
@@ -167,8 +168,8 @@ class Options:
             each committed step. No save waits for it. When a manager with tables is opened, or
             restores a step by number, what the root lacks comes back from it, and what a restore
             finds damaged is mended by it. See docs/guides/mirrors.md.
-        mirror_keep: steps that stay in the mirror, the newest ones, and what these rest on. None
-            keeps all, whatever the root keeps.
+        mirror_keep: steps that stay in the mirror, the newest ones, and what these rest on;
+            `min_fulls` holds there too. None keeps all, whatever the root keeps.
         mirror_bytes_per_sec: bytes that are written to the mirror in a second, at most. None sets
             no limit.
         near: a local path, such as one below /dev/shm, where saves commit; the root of the manager
@@ -220,7 +221,7 @@ class Options:
     mirror_keep: int | None = None
     mirror_bytes_per_sec: int | None = None
     near: str | os.PathLike[str] | None = None
-    near_steps: int = 2
+    near_steps: int = _NEAR_STEPS
 
     def __post_init__(self) -> None:
         unset_nones(self, ("codec", "bits", "expected_restores", "rounding"))
@@ -372,6 +373,7 @@ class Options:
         others = {
             "mirror": self.mirror is not None,
             "new_run": self.new_run,
+            "adopt": self.adopt,
             "preservation_policy": self.preservation_policy is not None,
         }
         given = [name for name, is_given in others.items() if is_given]
@@ -379,7 +381,13 @@ class Options:
             raise errors.OptionError(
                 f"near and {given[0]} do not go together: the root is the mirror of what is near\n"
                 "  hint: mirror_keep=N says which steps stay in the root, near_steps=N which stay"
-                " near; a new run begins in a root of its own"
+                " near; a new run begins in a root of its own, and steps of plain Orbax are"
+                " adopted by a manager without near"
+            )
+        if self.near is None and self.near_steps != _NEAR_STEPS:
+            raise errors.OptionError(
+                f"near_steps is {self.near_steps!r}, but no near root is given\n"
+                '  hint: near="/dev/shm/run"'
             )
 
     def _check_tracking(self) -> None:

@@ -25,7 +25,7 @@ from cnr_jax import errors
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
 from cnr_jax.repository.mirroring.step_files import Meter
-from cnr_jax.repository.store import names_in, store_of
+from cnr_jax.repository.store import can, names_in, store_of
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
@@ -346,6 +346,27 @@ def test_retention_of_its_own(tiny_run: Any, root: Path, far: epath.Path) -> Non
     assert report.copied_steps == 2 and steps_in(fresh) == ["4", "5"]
 
 
+def test_the_mirror_keeps_as_many_fulls_as_the_root(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run, policy = tiny_run(), cnr.Consecutive(max_chain=1)
+    options = {"policy": policy, "min_fulls": 2, "mirror_keep": 1}
+    with run.open(root, mirror=str(far), **options) as manager:
+        for step in range(7):
+            run.run(manager, [step])
+            caught_up(manager)
+        kinds = [run.manifest(manager, step).kind for step in range(7)]
+        fulls = [str(step) for step, kind in enumerate(kinds) if kind == "full"]
+        until(lambda: set(steps_in(far)) == {*fulls[-2:], "6"})
+        assert manager.mirror_report.removed_steps == 7 - len(steps_in(far))
+    shutil.rmtree(far) if can(far).renames else store_of(far).remove_tree(far)
+    with run.open(root, mirror=str(far), **options) as manager:
+        until(lambda: set(steps_in(far)) == {*fulls[-2:], "6"})
+        caught_up(manager)
+        assert manager.mirror_report.removed_steps == 0, "none comes in vain"
+    assert harm(far) == []
+
+
 def test_steps_that_leave_the_root_first_are_skipped_and_reported(
     tiny_run: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,6 +507,8 @@ def test_roots_must_lie_apart(tiny_run: Any, root: Path, below: str) -> None:
         {"near": "near", "mirror": "far"},
         {"near": "near", "near_steps": 0},
         {"near": "near", "new_run": True},
+        {"near": "near", "adopt": True},
+        {"near_steps": 5},
         {"near": "s3://bucket/near"},
         {"near": "near", "preservation_policy": ocp.checkpoint_managers.LatestN(1)},
     ],
@@ -493,6 +516,15 @@ def test_roots_must_lie_apart(tiny_run: Any, root: Path, below: str) -> None:
 def test_options_that_cannot_work(tiny_run: Any, root: Path, options: Any) -> None:
     with pytest.raises(errors.OptionError):
         tiny_run().open(root, **options)
+
+
+@pytest.mark.parametrize("name", ["mirror", "near"])
+def test_a_registry_for_plain_orbax_takes_no_other_roots(
+    tiny_run: Any, tmp_path: Path, name: str
+) -> None:
+    options = cnr.Options(**{name: tmp_path / name})
+    with pytest.raises(errors.OptionError, match=f"{name} is"):
+        cnr.handler_registry(tiny_run().tables, options)
 
 
 # ---- mirrors that are slow, or away -----------------------------------------------------------

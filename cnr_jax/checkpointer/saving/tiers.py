@@ -107,6 +107,7 @@ def _told(options: Options, is_step: Callable[[str], bool] | None) -> dict[str, 
     return {
         "is_step": is_step,
         "keep": options.mirror_keep,
+        "min_fulls": options.min_fulls,
         "bytes_per_sec": options.mirror_bytes_per_sec,
         "single": options.single_writer,
     }

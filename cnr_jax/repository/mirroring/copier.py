@@ -16,7 +16,7 @@ from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.committer import Attempt, committer_for
 from cnr_jax.repository.index.entries import Entry, order
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.retention import children_first, kept_steps
+from cnr_jax.repository.index.retention import Kept, children_first, kept_steps
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.mirroring.step_files import Meter, copy_files, mend_files
@@ -135,11 +135,12 @@ class Copier:
         found = self.there.entries.get(entry.directory)
         return found is not None and found.uuid == entry.uuid
 
-    def lacking(self, keep: int | None = None) -> list[Entry]:
+    def lacking(self, keep: int | None = None, min_fulls: int = 1) -> list[Entry]:
         """Steps of the newest run that the target lacks, in the order in which they are copied.
 
         Args:
-            keep: only the newest so many, and what these rest on; None: all.
+            keep: only those that `retire` would leave there; None: all.
+            min_fulls: the same as there.
         """
         newest = self.source.newest()
         found = [
@@ -147,7 +148,11 @@ class Copier:
             for entry in self.source.restorable()
             if newest is not None and entry.run == newest.run and not entry.orbax
         ]
-        return self._parents_first(found[-keep:] if keep is not None else found)
+        if keep is not None:
+            kept = _kept(self.source, keep, min_fulls)
+            stays = {*kept.wanted, *kept.fulls}
+            found = [entry for entry in found if entry.step in stays]
+        return self._parents_first(found)
 
     def _parents_first(self, entries: Iterable[Entry]) -> list[Entry]:
         """Entries and what they rest on, without those that the target holds."""
@@ -259,8 +264,12 @@ class Copier:
             self.writer.remover.remove(directory, background=False)
         self.there.forget(directory)
 
-    def retire(self, keep: int) -> list[int]:
+    def retire(self, keep: int, min_fulls: int = 1) -> list[int]:
         """Removes from the target all but its newest steps and what these rest on.
+
+        Args:
+            keep: how many of them stay.
+            min_fulls: full checkpoints of the newest branch that stay.
 
         Returns:
             Numbers of the steps that are gone.
@@ -268,17 +277,10 @@ class Copier:
         Raises:
             OSError: if one cannot be removed; it is there as before.
         """
-        there, newest = self.there, self.there.newest()
-        if newest is None:
+        there = self.there
+        if there.newest() is None:
             return []
-        there.run = newest.run
-        found = kept_steps(
-            there,
-            {names.step_number(name) for name in there.directories()},
-            lambda steps: steps[-keep:],
-            min_fulls=1,
-            because=f"it is one of the newest {keep}",
-        )
+        found = _kept(there, keep, min_fulls)
         going = {
             entry.directory: entry.step
             for entry in there.committed()
@@ -334,6 +336,19 @@ class Copier:
     def close(self) -> None:
         """Frees what is held; the claim stays, as that of a manager does."""
         self.writer.close()
+
+
+def _kept(ledger: Ledger, keep: int, min_fulls: int) -> Kept:
+    """Which steps of the newest run stay in a root that keeps its newest ones alone."""
+    newest = ledger.newest()
+    ledger.run = newest.run if newest is not None else None
+    return kept_steps(
+        ledger,
+        {names.step_number(name) for name in ledger.directories()},
+        lambda steps: steps[-keep:],
+        min_fulls=min_fulls,
+        because=f"it is one of the newest {keep}",
+    )
 
 
 def may_hold(ledger: Ledger, entry: Entry) -> bool:

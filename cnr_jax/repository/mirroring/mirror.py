@@ -88,6 +88,7 @@ class Mirror:
         target: where to.
         is_step: tells names of step directories; None: all that end in a digit.
         keep: steps that stay in the mirror, the newest ones, and what they rest on; None: all.
+        min_fulls: full checkpoints of the newest branch that stay there too.
         bytes_per_sec: that are written at most; None: as many as there can be.
         item: of each step; None: the one that is found.
         single: whether it is not tried that two programs that write to one of both are told apart.
@@ -105,13 +106,15 @@ class Mirror:
         *,
         is_step: Callable[[str], bool] | None = None,
         keep: int | None = None,
+        min_fulls: int = 1,
         bytes_per_sec: float | None = None,
         item: str | None = None,
         single: bool = False,
     ) -> None:
         check_apart(root, target)
         self.root, self.target = root, target
-        self._keep, self._is_step, self._item = keep, is_step, item
+        self._keep, self._min_fulls = keep, min_fulls
+        self._is_step, self._item = is_step, item
         self._meter = Meter(bytes_per_sec)
         self._told: Any = {"is_step": is_step, "item": item, "single": single}
         self._copier = Copier(root, target, meter=self._meter, **self._told)
@@ -241,7 +244,7 @@ class Mirror:
         try:
             self._copy_all(problems)
             if self._keep is not None and self._copier.item is not None:
-                gone = self._copier.retire(self._keep)
+                gone = self._copier.retire(self._keep, self._min_fulls)
                 self._add(removed_steps=self._done.removed_steps + len(gone))
         except Stopped:
             raise
@@ -265,7 +268,7 @@ class Mirror:
         if not copier.look():
             return
         self._see()
-        lacking = copier.lacking(self._keep)
+        lacking = copier.lacking(self._keep, self._min_fulls)
         self._compare(noted, lacking)
         failed = set[str]()
         for entry in lacking:
