@@ -311,6 +311,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 call, whether a save is due or not. `Options(new_run=True)` moves them away.
             SaveError: if a save before has failed, or a process does not answer.
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
+            OptionError: with `Options.near`, if there is no state.
             AuditError: if a row changed that was not recorded. Nothing is written; it names the
                 steps that may lack such rows.
             DependentsExistError: if a step is in the way that must be kept.
@@ -328,6 +329,13 @@ class CheckpointManager(ocp.CheckpointManager):
         if state is not None:
             check_concrete(state.state, state.touched)
             self._handler.check_origin(self._root, item, state)
+        elif self._handler.may_save and self._handler.options.near is not None:
+            raise errors.OptionError(
+                f"step {step} is not saved: it holds no train state, and with near such a step"
+                " would never reach the root\n"
+                "  hint: save the other items beside a state, as by ocp.args.Composite, or by a"
+                " manager without near"
+            )
         if not (force or self._progress.is_due(step, state, self.should_save)):
             return False
         last = self.reached_preemption(step)

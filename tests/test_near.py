@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
@@ -114,6 +115,19 @@ def test_rules_of_orbax_are_refused_beside_it(
 ) -> None:
     with pytest.raises(errors.OptionError, match="mirror_keep"):
         tiny_run().open(root, {"max_to_keep": 2}, near=near)
+
+
+def test_saves_without_a_state_are_refused(
+    tiny_run: Any, near: Path, root: Path
+) -> None:
+    run = tiny_run()
+    with run.open(root, near=near) as manager:
+        run.run(manager, [0])
+        alone = ocp.args.Composite(meta=ocp.args.JsonSave({"epoch": 3}))
+        with pytest.raises(errors.OptionError, match="no train state"):
+            manager.save(1, args=alone)
+        run.run(manager, [1])
+    assert steps_in(root) == ["0", "1"]
 
 
 def test_a_near_root_of_another_run_is_refused(
