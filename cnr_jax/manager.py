@@ -119,13 +119,14 @@ class CheckpointManager(ocp.CheckpointManager):
         self._handler = handler = registry.handler
         handler.may_save &= not orbax_options.read_only
         is_step = step_names(orbax_options)
-        tiers = tiers_of(
-            root,
-            options,
-            is_step,
-            writes=handler.may_save,
-            full_bytes=handler.widening.stored_bytes,
-        )
+        with as_root_errors(root):
+            tiers = tiers_of(
+                root,
+                options,
+                is_step,
+                writes=handler.may_save,
+                full_bytes=handler.widening.stored_bytes,
+            )
         self._channel, self._root = handler.channel, ExactPath(tiers.root)
         handler.serve_manager(self._root, is_step)
         self._mirror = handler.lifecycle.mirror = tiers.mirror(options, is_step)

@@ -219,6 +219,18 @@ def test_a_root_that_is_full_is_told_from_a_mirror_that_is_away(
     assert not [each for each in names_in(epath.Path(root)) if "tmp" in each]
 
 
+def test_a_mirror_in_a_bucket_that_is_not_there(
+    tiny_run: Any, root: Path, s3: str
+) -> None:
+    run = tiny_run()
+    with run.open(root) as manager:
+        run.run(manager, [0])
+    with pytest.raises(errors.RootError, match=r"NoSuchBucket(?s:.*)hint: make the"):
+        cnr.mirror(root, "s3://nowhere/run")
+    with pytest.raises(errors.RootError, match="NoSuchBucket"):
+        cnr.mirror("s3://nowhere/run", root)
+
+
 def test_a_copy_that_ends_with_an_error_keeps_nobody_from_the_mirror(
     tiny_run: Any, root: Path, far: epath.Path
 ) -> None:

@@ -117,6 +117,13 @@ def test_rules_of_orbax_are_refused_beside_it(
         tiny_run().open(root, {"max_to_keep": 2}, near=near)
 
 
+def test_a_root_in_a_bucket_that_is_not_there(
+    tiny_run: Any, near: Path, s3: str
+) -> None:
+    with pytest.raises(errors.RootError, match=r"NoSuchBucket(?s:.*)hint: make the"):
+        tiny_run().open("s3://nowhere/run", near=near)
+
+
 def test_saves_without_a_state_are_refused(
     tiny_run: Any, near: Path, root: Path
 ) -> None:

@@ -490,6 +490,7 @@ def mirror(
         OptionError: if one root lies in the other, or checkpoints cannot be kept there.
         UsedRootError: if the mirror holds another run.
         WriterError: if another program copies to the mirror; for `repair`, saves to either.
+        RootError: if a root cannot be seen, such as one in a bucket that is not there.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -502,20 +503,22 @@ def mirror(
         (1, 0)
     """
     path, target = layout.open_root(root), layout.open_root(url)
-    layout.check_can_be_read(path, item)
+    with as_root_errors(path, "mirrored"):
+        layout.check_can_be_read(path, item)
+        held = item or find_item(path)
     mended, problems = list[str](), list[str]()
-    if repair:
-        held = item or find_item(path) or find_item(target)
-        if held is not None:
-            mended = _repair(path, target, held, problems, writer_is_dead)
-    elif not _is_free(target):
-        raise errors.WriterError(
-            f"another program copies to {os.fspath(target)}: nothing was copied\n"
-            f"  got {read_writer(target)}\n"
-            "  hint: end it, or mirror to another folder",
-            kind="writer_busy",
-        )
-    found = Mirror(path, target, keep=keep, bytes_per_sec=bytes_per_sec, item=item)
+    with as_root_errors(target, "mirrored to"):
+        if repair:
+            if held := held or find_item(target):
+                mended = _repair(path, target, held, problems, writer_is_dead)
+        elif not _is_free(target):
+            raise errors.WriterError(
+                f"another program copies to {os.fspath(target)}: nothing was copied\n"
+                f"  got {read_writer(target)}\n"
+                "  hint: end it, or mirror to another folder",
+                kind="writer_busy",
+            )
+        found = Mirror(path, target, keep=keep, bytes_per_sec=bytes_per_sec, item=item)
     with found.for_a_while():
         while True:
             report = found.catch_up()
