@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +91,32 @@ def test_a_root_is_opened_by_three_requests(
         run.check(manager, None)
         run.run(manager, [9])
     assert told(root) == [str(i) for i in range(10)], "it is made anew"
+
+
+def test_a_mirror_is_opened_by_as_few(
+    tiny_run: Any, root: epath.Path, tmp_path: Path, proxy: Proxy
+) -> None:
+    run, near = tiny_run(), tmp_path / "near"
+    policy = cnr.Consecutive(max_chain=3)
+    for keep in (None, 2):
+        options = {"near": near, "policy": policy, "mirror_keep": keep}
+        with run.open(str(root), **options) as manager:
+            if keep is None:
+                run.run(manager, range(9))
+            else:
+                run.restore(manager, None)
+                run.run(manager, [9])
+        there = [each for each in names_in(root) if names.may_be_step(each)]
+        assert told(root) == sorted(there)
+        shutil.rmtree(near)
+        with proxy.counting() as counts:
+            read = Ledger.load(root, "default")
+        assert counts == {"LIST": 2, "GET": 2}, "however many steps"
+        put(root, None)
+        looked = Ledger.load(root, "default")
+        assert {e.uuid for e in read.restorable()} == {
+            e.uuid for e in looked.restorable()
+        }
 
 
 def test_a_delta_takes_few_requests_and_few_follow_one_another(

@@ -200,6 +200,8 @@ class Copier:
             committer.publish(attempt, [])
             committer.settle(attempt)
             self.there.read(self._target, entry.directory, item)
+            if (made := self.there.entries.get(entry.directory)) is not None:
+                writer.note_own(made)
             writer.show(entry.directory, [*self.there.left])
         except (errors.CnrError, OSError) as error:
             # Else the next call goes on with what is there.

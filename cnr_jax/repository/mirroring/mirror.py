@@ -240,12 +240,14 @@ class Mirror:
         Raises:
             Stopped: if the mirror is closed meanwhile.
         """
-        problems = list[str]()
+        problems, before = list[str](), self._done
         try:
             self._copy_all(problems)
             if self._keep is not None and self._copier.item is not None:
                 gone = self._copier.retire(self._keep, self._min_fulls)
                 self._add(removed_steps=self._done.removed_steps + len(gone))
+            if self._done != before:
+                self._copier.writer.put_catalogue()
         except Stopped:
             raise
         except Exception as error:

@@ -111,7 +111,7 @@ class RootWriter:
         self._before: Writer | None = None
         # Steps that this manager has committed, and what is told of them; those that the catalogue
         # of this epoch has named; those that are gone, or were to be.
-        self._own: dict[str, tuple[Entry, catalogue.Noted]] = {}
+        self._own: dict[str, tuple[Entry, catalogue.Noted | None]] = {}
         self._named: frozenset[str] = frozenset()
         self._removed: set[str] = set()
 
@@ -378,17 +378,19 @@ class RootWriter:
                 self._named |= named
                 raise
 
-    def note_own(self, entry: Entry, noted: catalogue.Noted) -> None:
-        """Notes a step that was committed, and what is told of it beside."""
+    def note_own(self, entry: Entry, noted: catalogue.Noted | None = None) -> None:
+        """Notes a step that was committed, and what is told of it beside, if that is known."""
         with self.looking:
             self._removed.discard(entry.directory)
             self._own[entry.directory] = entry, noted
 
-    def put_catalogue(self, others: Mapping[str, catalogue.Noted]) -> None:
+    def put_catalogue(
+        self, others: Mapping[str, catalogue.Noted] | None = None
+    ) -> None:
         """Stores what is known of the steps, after a commit or a removal.
 
         Args:
-            others: what is told of steps that others have committed, by directory.
+            others: what is told of steps that others have committed, by directory; None: nothing.
         """
         root, item, ledger = self._known()
         with self.looking:
@@ -402,7 +404,8 @@ class RootWriter:
             known |= {name: own for name, (own, _) in self._own.items()}
             gone = self._removed | ledger.leaving
             entries = sorted((e for n, e in known.items() if n not in gone), key=order)
-            told = {**others, **{name: own for name, (_, own) in self._own.items()}}
+            told = dict(others or {})
+            told |= {name: own for name, (_, own) in self._own.items() if own}
             self._named |= {each.directory for each in entries}
         try:
             data = catalogue.dumped(item, epoch, entries, told)
