@@ -110,7 +110,7 @@ def test_a_run_that_is_resumed_without_options_goes_on_as_it_was(
         (said,) = [r for r in caplog.messages if "not given" in r]
         assert f"at step {step - 1}: codec='raw', " in said
         document = json.loads(manifest_of(tmp_path, step).read_bytes())
-        assert document["required_features"] == ["dense_tiles", "zstd"]
+        assert document["required_features"] == ["blosc", "dense_tiles"]
     with cnr.CheckpointManager(tmp_path, tables=TABLES) as manager:
         got = manager.restore(None, args=cnr.args.Restore(STATE)).state
     assert jax.tree.all(jax.tree.map(np.array_equal, got, STATE))

@@ -613,8 +613,8 @@ def test_a_reader_lists_no_step_that_it_could_not_restore(
     reader = cnr.CheckpointManager(tmp_path)
     look, steps = Steps.reload, iter([1, 2])
 
-    def look_and_commit(known: Steps) -> None:
-        look(known)
+    def look_and_commit(known: Steps, **given: Any) -> None:
+        look(known, **given)
         if known is reader._steps:
             trainer.save(next(steps), args=cnr.args.Save(state))
             trainer.wait_until_finished()

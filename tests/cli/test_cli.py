@@ -498,6 +498,7 @@ def test_what_every_verb_finds_parses_as_json(root: Path, tmp_path: Path) -> Non
         "report": ["report", "@", "-o", f"{out}.html"],
         "simulate": ["simulate", "--accesses", trace, "--every", 5],
         "advise": ["advise", "@", *WHAT_FAILS],
+        "mirror": ["mirror", "@", tmp_path / "mirror"],
     }
     assert as_json(*words["simulate"])[1]["jobs"] == []
     commands = app.registered_commands

@@ -62,7 +62,10 @@ def encoding_in(steps: Iterable[Step]) -> EncodingEntry | None:
         if ALL_BITS not in step.manifest.reason:
             found = _stored(step)
             if found:
-                return _encoding(found, names.ZSTD in step.manifest.required_features)
+                features = {names.ZSTD, names.BLOSC} & {
+                    *step.manifest.required_features
+                }
+                return _encoding(found, bool(features))
     return None
 
 

@@ -9,6 +9,7 @@ reason in the log and the manifest: doubt costs bytes, never rows.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -484,7 +485,10 @@ class Planner:
             entry = there.get(step)
             if entry is None or not ledger.carries(entry):
                 return None
-            flying = (e for e in ledger.along(entry) if not e.is_committed)
+            # What is committed rests on nothing that is not; chains may be long.
+            flying = itertools.takewhile(
+                lambda each: not each.is_committed, ledger.along(entry)
+            )
             more = sum(foreseen.get(each.step, 0) for each in flying)
             return ledger.depth(entry.directory), ledger.restore_bytes(entry) + more
 
