@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import TRACE_HELP, AsJson, Item, number_option
+from cnr_jax.cli.arguments import NOTED_BY, TRACE_HELP, AsJson, Item, number_option
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -105,5 +105,5 @@ def _unknown(profile: Profile | None) -> list[str]:
         if not line.known
     ]
     if not profile.blocking.known:
-        lines.append("  hint: Options(metrics=True) notes it")
+        lines.append(f"  hint: {NOTED_BY}")
     return lines

@@ -85,6 +85,9 @@ Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]
+NOTED_BY = (
+    "Options(metrics=True) notes it, but in buckets, where a profile in a file says it"
+)
 TRACE_HELP = (
     "A trace of nodes that are up (CSV of secs,nodes, or JSON), exponential:HOURS or"
     " weibull:HOURS,SHAPE of one node"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root, number_option
+from cnr_jax.cli.arguments import NOTED_BY, AsJson, Item, Root, number_option
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -49,7 +49,6 @@ def cost(
     )
     lines = [(head, "bold"), *((line, "") for line in rest), (told, "dim")]
     if found.own.stall_hours is None:
-        hint = "how long saves hold training up is noted by Options(metrics=True)"
-        lines.append((hint, "dim"))
+        lines.append((f"how long saves hold training up: {NOTED_BY}", "dim"))
     print_lines(lines)
     return Exit.FINE

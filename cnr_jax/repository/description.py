@@ -7,6 +7,7 @@ import datetime
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
+from cnr_jax.format import names
 from cnr_jax.texts import count_of, visible
 
 # Folders of abandoned steps that a text names.
@@ -294,7 +295,17 @@ def footer(root: RootDescription) -> list[str]:
     if not told:
         return [line]
     # What a rollback has set aside can be had back by its name.
-    aside = [f"  {visible(name)}" for name in root.abandoned[:_SHOWN_ASIDE]]
+    now = {names.plain(step.directory): step.directory for step in root.steps}
+    aside = [
+        # Where folders cannot be renamed it has its name, and the step another one.
+        f"  {visible(name)}"
+        + (
+            f", not step {name}, which is in {visible(now[name])}"
+            if name in now
+            else ""
+        )
+        for name in root.abandoned[:_SHOWN_ASIDE]
+    ]
     if len(root.abandoned) > _SHOWN_ASIDE:
         aside.append(f"  ({len(root.abandoned) - _SHOWN_ASIDE} more)")
     return [line, f"beside them: {', '.join(told)}", *aside]
