@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,37 @@ def test_a_killed_removal_is_not_listed(
         put(root, data)
         with run.open(str(root)) as reader:
             assert reader.all_steps() == [0, 2]
+
+
+def test_a_catalogue_that_is_put_as_a_step_is_removed_does_not_tell_of_it(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run, threads = tiny_run(), list[threading.Thread]()
+    with run.open(str(root)) as manager:
+        run.run(manager, [0, 1])
+        writer = manager._saves._writer
+        writer.check_removal("9")  # none is named by now
+
+        class Others(Mapping[str, catalogue.Noted]):
+            """Asked for when it is decided which steps are told of."""
+
+            def __iter__(self) -> Iterator[str]:
+                removal = threading.Thread(target=writer.check_removal, args=("0",))
+                threads.append(removal)
+                removal.start()
+                removal.join(1)
+                return iter(())
+
+            def __len__(self) -> int:
+                return 0
+
+            def __getitem__(self, key: str) -> catalogue.Noted:
+                raise KeyError(key)
+
+        writer.put_catalogue(Others())
+        (removal,) = threads
+        removal.join()
+        assert "0" not in told(root)
 
 
 def test_a_catalogue_that_cannot_be_put_costs_requests_alone(

@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.errors import OptionError, SaveError
 from cnr_jax.repository.committer import RenameCommitter
+from cnr_jax.repository.index.ledger import Ledger
 
 from .conftest import PROCESS_MANIFEST, Gate, Keep
 
@@ -385,6 +387,28 @@ def test_a_save_on_what_another_one_was_first_to_miss_is_no_committed_one(
     run.run(manager, [4])
     assert manager.last_report.kind == "full"
     run.check(manager, 4)
+
+
+def test_what_rests_on_a_step_that_goes_is_asked_for_while_no_save_is_planned(
+    tiny_run: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked, hidden_by = tiny_run(), list[bool](), Ledger.hidden_by
+    manager = opened(run, policy=cnr.Full(), max_in_flight=3, max_to_keep=1)
+    looking = manager._saves._writer.looking
+
+    def is_free() -> bool:
+        if free := looking.acquire(blocking=False):
+            looking.release()
+        return free
+
+    def hidden(ledger: Ledger, directory: str) -> list[str]:
+        with ThreadPoolExecutor(1) as another:
+            asked.append(another.submit(is_free).result())
+        return hidden_by(ledger, directory)
+
+    monkeypatch.setattr(Ledger, "hidden_by", hidden)
+    run.run(manager, [1, 2])
+    assert manager.all_steps() == [2] and asked == [False]
 
 
 def test_after_a_restore_each_save_that_moves_steps_aside_goes_alone(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository import markers
 from cnr_jax.repository.upkeep.aside import recover
 from cnr_jax.repository.upkeep.claim import Aside, Claim, WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -230,6 +232,33 @@ def test_the_writer_of_a_root_that_is_not_there_makes_it(tmp_path: Path) -> None
     writer.claim()
     assert (tmp_path / "a" / "b" / names.WRITER).exists()
     writer.close()
+
+
+def test_what_another_save_could_not_show_meanwhile_is_tidied_up_by_the_next_claim(
+    tmp_path: Path, seldom_listed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, tidied, threads = RootWriter(lambda: True), list[str | None](), []
+    writer.bind(tmp_path)
+    writer.open(tmp_path, "state")
+
+    def tidy_up(self: RootWriter, own: str | None) -> None:
+        tidied.append(own)
+        if len(tidied) == 1:
+            threads.append(threading.Thread(target=writer.show, args=("1",)))
+            threads[0].start()
+            threads[0].join(1)
+
+    def show_alone(*_: Any) -> None:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(markers, "show_alone", show_alone)
+    monkeypatch.setattr(RootWriter, "_tidy_up", tidy_up)
+    writer.claim("a")
+    threads[0].join()
+    writer.claim("b")
+    writer.claim("c")
+    writer.close()
+    assert tidied == ["a", "b"]
 
 
 def test_only_the_first_process_touches_the_root(tmp_path: Path) -> None:

@@ -244,6 +244,25 @@ def test_steps_are_named_oldest_first(tree: Any) -> None:
     assert named([tree.three, tree.one]) == "1, 3"
 
 
+def test_what_comes_while_another_thread_derives_is_known_right_after(
+    tree: Any,
+) -> None:
+    ledger = tree.ledger
+
+    class Entries(dict[str, Entry]):
+        def values(self) -> Any:
+            found = super().values()
+            listed = [*found]
+            if "5" not in self:
+                ledger.add(entry_of("5", make_manifest(5)))
+            return listed
+
+    ledger._entries = Entries(ledger._entries)
+    ledger.drop("4")
+    assert names_of(ledger.committed()) == ["0", "1", "2", "3"]
+    assert names_of(ledger.committed()) == ["0", "1", "2", "3", "5"]
+
+
 class Straight:
     """What a ledger should answer, by walking the chain of each entry."""
 

@@ -152,10 +152,15 @@ class Retirement:
         """Removes steps, those first that others do not depend on; yields what stays, and why."""
         numbers = {self._steps.existing_directory(step): step for step in steps}
         ledger, stay = self._ledger, dict[str, Exception]()
-        for directory in children_first(ledger, numbers):
+        looking = self._writer.looking  # not while storage removes
+        with looking:
+            found = children_first(ledger, numbers)
+        for directory in found:
             if directory not in stay:
                 try:
-                    for name in (*ledger.hidden_by(directory), directory):
+                    with looking:
+                        hidden = ledger.hidden_by(directory)
+                    for name in (*hidden, directory):
                         self._remove(name)
                 except FileNotFoundError:
                     _log.warning("step %s is gone already", directory)
@@ -163,7 +168,8 @@ class Retirement:
                     _log.error("step %s is not removed and stays: %s", directory, error)
                     stay[directory] = error
             if directory in stay:
-                below = ledger.closure([directory])
+                with looking:
+                    below = ledger.closure([directory])
                 stay |= dict.fromkeys(below - stay.keys(), stay[directory])
                 yield numbers[directory], stay[directory]
 
@@ -176,4 +182,5 @@ class Retirement:
             remover.keep(directory, options.todelete_subdir)
         else:
             remover.remove(directory, background=options.enable_background_delete)
-        self._ledger.left.pop(directory, None)
+        with self._writer.looking:
+            self._ledger.left.pop(directory, None)

@@ -559,6 +559,8 @@ class Chains:
         known = self._current()
         if known is not None:
             return known
+        # First: what another thread takes in meanwhile is not to pass for looked at.
+        version = self._version
         entries = list(self._entries.values())
-        self._derived = _derive(self._version, entries, self._is_sound, self.harm_of)
-        return self._derived
+        found = self._derived = _derive(version, entries, self._is_sound, self.harm_of)
+        return found

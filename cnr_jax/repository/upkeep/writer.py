@@ -76,7 +76,9 @@ class RootWriter:
         changed: whether steps may have come, or gone, that the other processes do not know.
         noted: whether steps of the root may be noted as suspect.
         gaps: what was found missing of the checkpoints that saves rest on.
-        looking: held while the ledger is asked in the background, or changes meanwhile.
+        looking: held while the ledger, or what is known for the catalogue and of what is to be
+            tidied up, is asked in the background or changes: saves are planned in one thread, and
+            end in others. Not while storage removes steps.
     """
 
     # Made together with the place; nothing is claimed or locked before `claim`.
@@ -227,9 +229,10 @@ class RootWriter:
         if not self._claim.is_taken:
             if not self._single:
                 check_conditions(root)
-            self._before, self._tidy = self._claim.take(), False
-            self._named, self._own = frozenset(), {}
-            self._removed = set()
+            self._before = self._claim.take()
+            with self.looking:
+                self._tidy, self._named = False, frozenset()
+                self._own, self._removed = {}, set()
             self._unfinished.forget()
         with self._holding:
             self._writing.add(_PLANNED)
@@ -254,9 +257,10 @@ class RootWriter:
         self._unfinished.clear()
         self._unfinished.wait_for_room()
         changed = self._bring_back()
-        if not self._tidy:
-            self._tidy_up(own)
-            self._tidy = True
+        with self.looking:
+            if not self._tidy:
+                self._tidy_up(own)
+                self._tidy = True
         changed |= self._refresh()
         self.changed |= changed
         if self.noted:
@@ -311,7 +315,8 @@ class RootWriter:
         try:
             markers.show_alone(root, directory, left)
         except OSError as error:
-            self._tidy = False
+            with self.looking:
+                self._tidy = False
             _log.warning(
                 "step %s is saved, but what plain Orbax lists is not right before the next one: %s",
                 directory,
@@ -363,20 +368,22 @@ class RootWriter:
 
     def _end_catalogue(self, *directories: str) -> None:
         """Has no catalogue tell of steps that are about to go, or whose names are used again."""
-        self._removed.update(directories)
-        if not self._claim.is_taken:
-            # That of another manager, or of before a reload.
-            root = self._known()[0]
-            if can(root).conditions:
-                store_of(root).remove_file(root / names.CATALOGUE)
-        # First: another save may tell of more meanwhile.
-        named, self._named = self._named, frozenset()
-        if named and self._claim.is_taken:
-            try:
+        with self.looking:
+            self._removed.update(directories)
+            # Another save may tell of more meanwhile, but not of these.
+            named, self._named = self._named, frozenset()
+        try:
+            if not self._claim.is_taken:
+                # That of another manager, or of before a reload.
+                root = self._known()[0]
+                if can(root).conditions:
+                    store_of(root).remove_file(root / names.CATALOGUE)
+            elif named:
                 self._claim.begin_epoch()
-            except BaseException:
+        except BaseException:
+            with self.looking:
                 self._named |= named
-                raise
+            raise
 
     def note_own(self, entry: Entry, noted: catalogue.Noted | None = None) -> None:
         """Notes a step that was committed, and what is told of it beside, if that is known."""
