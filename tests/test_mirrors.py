@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.checkpointer.saving import lifecycle
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
 from cnr_jax.repository.mirroring.step_files import Meter
@@ -94,6 +95,21 @@ def test_committed_steps_are_copied_and_restore(
         run.run(manager, [4])
         assert manager.last_report.kind == "delta", "its chain came back"
     assert steps_in(far) == ["0", "1", "2", "3", "4"]
+
+
+def test_a_step_of_which_there_is_no_report_is_copied(
+    tiny_run: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, far = tiny_run(), tmp_path / "far"
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with run.open(root, mirror=far) as manager:
+        monkeypatch.setattr(lifecycle, "report_of_committed", fails)
+        run.run(manager, [0])
+        assert manager.last_report is None
+        until(lambda: steps_in(far) == ["0"])
 
 
 def flip(root: Any, path: str) -> bytes:

@@ -25,6 +25,7 @@ from cnr_jax.checkpointer.saving.reporting import (
 from cnr_jax.format.manifest import HistoryEntry, Manifest
 from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.options import Options
+from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.planner import Planner, SavePlan
 from cnr_jax.repository.mirroring.mirror import Mirror
@@ -337,13 +338,18 @@ class Lifecycle:
         self.last_failure = None
         if flight.harm is not None:
             self._report_dropped(flight, flight.harm.text, flight.harm.path)
-        else:
-            self._tell(
-                flight,
-                lambda known: report_of_committed(
-                    known, flight, self._planner.tables, manifest
-                ),
-            )
+            return
+        found = None
+        if self.mirror is not None:
+            # Not with the report, which may fail.
+            found = self.mirror.note(entry_of(flight.attempt.directory, manifest))
+
+        def make(known: SaveReport) -> SaveReport:
+            tables = self._planner.tables
+            made = report_of_committed(known, flight, tables, manifest)
+            return with_mirror(made, found) if found is not None else made
+
+        self._tell(flight, make)
 
     def _report_dropped(
         self, flight: SaveInFlight, problem: str, damaged: str | None
@@ -364,8 +370,6 @@ class Lifecycle:
             return
         try:
             report = make(dataclasses.replace(known, near_problem=self.near_problem))
-            if self.mirror is not None and report.outcome == "committed":
-                report = with_mirror(report, self.mirror, flight.plan.uuid)
         except Exception:
             # What became of the save stays so, and this may be the middle of the next one, for
             # which other processes wait.

@@ -11,7 +11,7 @@ from cnr_jax.format.manifest import Manifest, TableEntry, Tracking, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.describe import state_bytes
 from cnr_jax.repository.index.planner import SavePlan
-from cnr_jax.repository.mirroring.mirror import Mirror
+from cnr_jax.repository.mirroring.mirror import MirrorReport
 from cnr_jax.repository.table_sizes import held_tables
 from cnr_jax.telemetry import SaveReport
 
@@ -117,15 +117,8 @@ def report_of_dropped(
     )
 
 
-def with_mirror(report: SaveReport, mirror: Mirror, uuid: str) -> SaveReport:
-    """Has a committed save copied; adds to its report how far the mirror is behind.
-
-    Args:
-        report: of the save.
-        mirror: where it is copied to.
-        uuid: of the save.
-    """
-    found = mirror.note(uuid, report.step, report.total_bytes)
+def with_mirror(report: SaveReport, found: MirrorReport) -> SaveReport:
+    """Adds to the report of a committed save how far the mirror is behind."""
     return dataclasses.replace(
         report,
         mirror_lag_steps=found.lag_steps,

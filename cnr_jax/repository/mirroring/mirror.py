@@ -141,10 +141,11 @@ class Mirror:
         self._thread.start()
         self._wakes.put(True)
 
-    def note(self, uuid: str, step: int, size: int) -> MirrorReport:
+    def note(self, entry: Entry) -> MirrorReport:
         """Notes that a step is committed, and has it copied; returns how things stand then."""
         with self._lock:
-            self._waiting.setdefault(uuid, (step, size, time.monotonic()))
+            at = entry.step, Ledger.own_bytes(entry), time.monotonic()
+            self._waiting.setdefault(entry.uuid, at)
         self._wakes.put(True)
         found = self.report()
         self._warn_of_growth(found)
