@@ -124,15 +124,21 @@ class CheckpointManager(ocp.CheckpointManager):
                 root,
                 options,
                 is_step,
+                item,
                 writes=handler.may_save,
                 full_bytes=handler.widening.stored_bytes,
             )
         self._channel, self._root = handler.channel, ExactPath(tiers.root)
         handler.serve_manager(self._root, is_step)
-        self._mirror = handler.lifecycle.mirror = tiers.mirror(options, is_step)
+        self._mirror = handler.lifecycle.mirror = tiers.mirror(options, is_step, item)
         handler.lifecycle.near_problem = tiers.problem
         policy = tiers.policy(options, self._is_far)
-        kept = with_retention(orbax_options, policy, registry.preservation_policy)
+        kept = with_retention(
+            orbax_options,
+            policy,
+            registry.preservation_policy,
+            is_near=tiers.is_near,
+        )
         writer = handler.writer
         self._steps = Steps(
             self._root, kept, lambda: writer.ledger.left if writer.ledger else ()

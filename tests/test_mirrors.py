@@ -458,6 +458,31 @@ def test_items_of_others_come_along(tiny_run: Any, root: Path, far: epath.Path) 
         assert got.meta == {"epoch": 3}
 
 
+def test_the_item_of_the_manager_is_copied(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    run, far = tiny_run(), tmp_path / "far"
+
+    def save(manager: Any, step: int) -> None:
+        run.train(step)
+        state = cnr.args.Save(run.state, run.touched)
+        manager.save(step, args=ocp.args.Composite(model=state))
+        manager.wait_until_finished()
+
+    told: Any = {"tables": run.tables, "item": "model"}
+    with cnr.CheckpointManager(root, **told) as manager:
+        save(manager, 0)
+    shutil.copytree(root / "0/model", root / "0/another")
+    (root / "0" / names.ORBAX_METADATA).unlink()
+    options = cnr.Options(mirror=far)
+    with cnr.CheckpointManager(root, options=options, **told) as manager:
+        asked = ocp.args.Composite(model=cnr.args.Restore(run.state))
+        run.state, run.touched = manager.restore(None, args=asked).model
+        save(manager, 1)
+        caught_up(manager)
+        assert steps_in(far) == ["0", "1"]
+
+
 def test_a_step_that_the_root_let_go_of_is_restored_by_its_number(
     tiny_run: Any, root: Path, far: epath.Path
 ) -> None:

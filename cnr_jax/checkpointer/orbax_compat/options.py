@@ -10,7 +10,6 @@ import orbax.checkpoint as ocp
 
 from cnr_jax import errors
 from cnr_jax.repository.committer import Committer, committer_for
-from cnr_jax.repository.mirroring.near import NearSteps
 from cnr_jax.repository.store import AnyPath, can
 
 
@@ -77,6 +76,8 @@ def with_retention(
     orbax_options: ocp.CheckpointManagerOptions,
     own: Any,
     wrap: Callable[[Any], Any],
+    *,
+    is_near: bool = False,
 ) -> ocp.CheckpointManagerOptions:
     """Options in which a single policy retains steps, whichever way the user asked for one.
 
@@ -84,6 +85,7 @@ def with_retention(
         orbax_options: the user's.
         own: the user's own policy may be here instead, or that of a near root.
         wrap: makes the policy from the user's own, which is None where all is to be kept.
+        is_near: whether the own one is that of a near root.
 
     Raises:
         OptionError: if retention is given twice.
@@ -94,7 +96,7 @@ def with_retention(
         or orbax_options.keep_period
         or orbax_options.keep_time_interval
     )
-    if isinstance(own, NearSteps) and (theirs is not None or classic):
+    if is_near and (theirs is not None or classic):
         raise errors.OptionError(
             "with Options(near=...) orbax_options retain no steps: the root is a mirror\n"
             "  hint: Options(mirror_keep=N) says which steps stay there"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from cnr_jax import errors
 from cnr_jax.options import Options
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.mirroring.mirror import Mirror, check_apart
-from cnr_jax.repository.mirroring.near import NearSteps, empty_into, lacking_room
+from cnr_jax.repository.mirroring.near import empty_into, lacking_room
 from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.texts import logger
 
@@ -37,12 +37,15 @@ class Tiers:
     problem: str = ""
 
     def mirror(
-        self, options: Options, is_step: Callable[[str], bool] | None
+        self,
+        options: Options,
+        is_step: Callable[[str], bool] | None,
+        item: str | None,
     ) -> Mirror | None:
         """The mirror, on the process that copies to it; None elsewhere, and without one."""
         if self.target is None or jax.process_index() != 0:
             return None
-        return Mirror(self.root, self.target, **_told(options, is_step))
+        return Mirror(self.root, self.target, **_told(options, is_step, item))
 
     def policy(self, options: Options, is_far: Callable[[int], bool]) -> Any:
         """The user's preservation policy, or that of a near root."""
@@ -51,10 +54,32 @@ class Tiers:
         return options.preservation_policy
 
 
+class NearSteps:
+    """A preservation policy of Orbax that keeps the newest steps, and those that are not far yet.
+
+    Args:
+        count: of the newest steps.
+        is_far: whether a step, by its number, is committed far.
+    """
+
+    def __init__(self, count: int, is_far: Callable[[int], bool]) -> None:
+        self._count, self._is_far = count, is_far
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any = None
+    ) -> list[bool]:
+        """Which steps stay near."""
+        newest = {info.step for info in checkpoints[-self._count :]}
+        return [
+            info.step in newest or not self._is_far(info.step) for info in checkpoints
+        ]
+
+
 def tiers_of(
     root: Any,
     options: Options,
     is_step: Callable[[str], bool] | None,
+    item: str | None,
     *,
     writes: bool,
     full_bytes: Callable[[], int],
@@ -65,6 +90,7 @@ def tiers_of(
         root: that the manager is given.
         options: of the run.
         is_step: tells names of step directories; None: all that end in a digit.
+        item: that holds the state; None: the one that is found.
         writes: whether the manager saves.
         full_bytes: bytes of the tables in a full checkpoint.
 
@@ -91,7 +117,7 @@ def tiers_of(
             f"near is {os.fspath(near)}, expected a local path, such as one below /dev/shm"
         )
     check_apart(far, near)
-    problem = lacking_room(near, far, full_bytes(), is_step)
+    problem = lacking_room(near, far, full_bytes(), is_step, item)
     if not problem:
         return Tiers(near, far, is_near=True)
     _log.warning(
@@ -99,13 +125,16 @@ def tiers_of(
         problem,
         os.fspath(far),
     )
-    empty_into(near, far, **_told(options, is_step))
+    empty_into(near, far, **_told(options, is_step, item))
     return Tiers(far, problem=problem)
 
 
-def _told(options: Options, is_step: Callable[[str], bool] | None) -> dict[str, Any]:
+def _told(
+    options: Options, is_step: Callable[[str], bool] | None, item: str | None
+) -> dict[str, Any]:
     return {
         "is_step": is_step,
+        "item": item,
         "keep": options.mirror_keep,
         "min_fulls": options.min_fulls,
         "bytes_per_sec": options.mirror_bytes_per_sec,

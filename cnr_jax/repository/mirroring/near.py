@@ -6,7 +6,7 @@ Nothing leaves it that is not committed far.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from cnr_jax.repository.description import amount
@@ -16,32 +16,12 @@ from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.store import AnyPath, exists, store_of
 
 
-class NearSteps:
-    """A preservation policy of Orbax that keeps the newest steps, and those that are not far yet.
-
-    Args:
-        count: of the newest steps.
-        is_far: whether a step, by its number, is committed far.
-    """
-
-    def __init__(self, count: int, is_far: Callable[[int], bool]) -> None:
-        self._count, self._is_far = count, is_far
-
-    def should_preserve(
-        self, checkpoints: Sequence[Any], *, context: Any = None
-    ) -> list[bool]:
-        """Which steps stay near."""
-        newest = {info.step for info in checkpoints[-self._count :]}
-        return [
-            info.step in newest or not self._is_far(info.step) for info in checkpoints
-        ]
-
-
 def lacking_room(
     near: AnyPath,
     far: AnyPath,
     full_bytes: int,
     is_step: Callable[[str], bool] | None,
+    item: str | None = None,
 ) -> str:
     """Why a near root does not hold the saves of a run, in a line; empty: it does.
 
@@ -50,11 +30,12 @@ def lacking_room(
         far: the root of the run.
         full_bytes: of the tables in a full checkpoint, by their codecs.
         is_step: tells names of step directories; None: all that end in a digit.
+        item: of each step; None: the one that is found.
     """
     held, chain_bytes = 0, full_bytes
     if exists(near):
         held = store_of(near).bytes_below(near)
-    elif (item := find_item(far)) is not None:
+    elif (item := item or find_item(far)) is not None:
         # What is to come near before the run goes on.
         ledger = Ledger.load(far, item, is_step)
         newest = ledger.newest()
