@@ -198,7 +198,12 @@ def test_differences_on_other_rows_are_refused(
 
 @pytest.mark.parametrize(
     ("bits", "dtype"),
-    [(2, jnp.bfloat16), (4, np.float16), (2, np.float32), (8, np.float32)],
+    [
+        (2, jnp.bfloat16),
+        pytest.param(4, np.float16, marks=pytest.mark.slow),
+        pytest.param(2, np.float32, marks=pytest.mark.slow),
+        (8, np.float32),
+    ],
 )
 def test_other_dtypes_and_widths(tmp_path: Path, bits: int, dtype: Any) -> None:
     run = Run(tmp_path, dtype, policy=cnr.Consecutive(), bits=bits)
@@ -216,7 +221,11 @@ def test_other_dtypes_and_widths(tmp_path: Path, bits: int, dtype: Any) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "staging"),
-    [(P(("r", "c")), "device"), (P("r", "c"), "auto"), (P(None, "c"), "device")],
+    [
+        pytest.param(P(("r", "c")), "device", marks=pytest.mark.slow),
+        (P("r", "c"), "auto"),
+        (P(None, "c"), "device"),
+    ],
 )
 def test_shards_are_read_on_another_mesh(
     tmp_path: Path, spec: Any, staging: str
