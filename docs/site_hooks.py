@@ -23,7 +23,7 @@ SHOWN = re.compile(
     r"(README|CHANGELOG|CONTRIBUTING)\.md|docs/.*\.(md|png|svg)"
     r"|cnr_jax/format/SPEC\.md|cnr_jax/testing/README\.md"
     r"|tests/(benchmarks|campaign)/README\.md|tests/benchmarks/results/.*\.svg"
-    r"|examples/\w+\.py|cnr_jax/checkpointer/tracking/audit\.py"
+    r"|examples/\w+\.(py|toml)|cnr_jax/checkpointer/tracking/audit\.py"
 )
 API = "docs/reference/api.md"
 TOOLS = [
