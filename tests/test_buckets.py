@@ -268,12 +268,12 @@ def test_a_move_that_is_cut_short_leaves_one_whole_step(
         run.run(manager, range(3))
     for left in range(0, 24, 5):
         count = iter(range(left))
-        real = type(store)._client
+        real = bucket_clients.client_of
 
-        def client(self: Any, bucket: str) -> Any:
-            return Ends(real(self, bucket), count)  # noqa: B023
+        def client(bucket: str) -> Any:
+            return Ends(real(bucket), count)  # noqa: B023
 
-        monkeypatch.setattr(type(store), "_client", client)
+        monkeypatch.setattr(bucket_clients, "client_of", client)
         target = root / f"2.abandoned-g0-{'0' * 32}"
         with case_of(left), contextlib.suppress(InterruptedError):
             store.move(root / "2", target)
@@ -793,7 +793,7 @@ def test_new_keys_of_a_profile_are_taken_up(
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         monkeypatch.delenv(f"AWS_{name}")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
-    monkeypatch.setattr(buckets, "_KEYS_SECS", 0)  # they are old at once
+    monkeypatch.setattr(bucket_clients, "_KEYS_SECS", 0)  # they are old at once
     for key in ("OLDKEY", "NEWKEY"):
         (tmp_path / "keys").write_text(
             f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n"
