@@ -144,7 +144,7 @@ SCENARIOS = (
         # A deletion that was cut short, and a save before and after it became complete.
         crashes=(
             Crash("full and retention", Fault("unlink", 4, match="/default/")),
-            Crash("delta", Fault("rename", match="/default.")),
+            Crash("delta", Fault("rename", match=".orbax-checkpoint-tmp")),
         ),
         removes=frozenset({0, 1, 2}),
         outside=True,
