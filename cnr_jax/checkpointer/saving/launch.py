@@ -195,50 +195,34 @@ def _write_rows(
 ) -> None:
     """Writes what comes through the stage; runs in the background."""
     with parents.writing(flight.plan.uuid):
-        _write(
-            flight, directory, rows, tiles, stage, encoding, sample, followed, parents
+        stage.wait()
+        if stage.is_closed:
+            # What training has yet to do is Python's, of which each thread takes a lot at a time.
+            flight.returned.wait(_HEAD_START_SECS)
+        plans = rows.plans()
+        if sample is None:
+            sample = capture.sample_of(plans, followed)
+        compared = Comparison(sample, followed)
+        writer = RowsWriter(
+            directory,
+            flight.plan.uuid,
+            jax.process_index(),
+            plans,
+            tiles,
+            compression=encoding.packing,
+            below=_below(flight, plans, parents),
         )
-
-
-def _write(
-    flight: SaveInFlight,
-    directory: AnyPath,
-    rows: capture.Rows,
-    tiles: Sequence[DenseTile],
-    stage: Stage,
-    encoding: Encoding,
-    sample: Sample | None,
-    followed: FollowedRows | None,
-    parents: ParentRows,
-) -> None:
-    stage.wait()
-    if stage.is_closed:
-        # What training has yet to do is Python's, of which each thread takes a lot at a time.
-        flight.returned.wait(_HEAD_START_SECS)
-    plans = rows.plans()
-    if sample is None:
-        sample = capture.sample_of(plans, followed)
-    compared = Comparison(sample, followed)
-    writer = RowsWriter(
-        directory,
-        flight.plan.uuid,
-        jax.process_index(),
-        plans,
-        tiles,
-        compression=encoding.packing,
-        below=_below(flight, plans, parents),
-    )
-    try:
-        flight.written = writer.write(stage, host_device(), compared)
-    except BaseException:
-        # Whatever it was: the folder may be removed, and its name used again, at once.
-        writer.stop()
-        raise
-    finally:
-        stage.fail()  # nothing is taken any more; others may have the room
-    parents.note(flight.plan.uuid, flight.plan.parent, flight.written.tiles)
-    if flight.written.row_errors is not None:
-        _say_rounding(flight, flight.written.row_errors, plans, encoding)
+        try:
+            flight.written = writer.write(stage, host_device(), compared)
+        except BaseException:
+            # Whatever it was: the folder may be removed, and its name used again, at once.
+            writer.stop()
+            raise
+        finally:
+            stage.fail()  # nothing is taken any more; others may have the room
+        parents.note(flight.plan.uuid, flight.plan.parent, flight.written.tiles)
+        if flight.written.row_errors is not None:
+            _say_rounding(flight, flight.written.row_errors, plans, encoding)
 
 
 def _below(
