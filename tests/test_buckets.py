@@ -554,15 +554,24 @@ def killed(root: Any, times: int, seed: int) -> None:
 
 
 def raced(root: Any, programs: int, saves: int) -> int:
-    """Programs save to one root at once, each insisting; returns how often one was told to stop."""
+    """Programs save to one root at once, each insisting; returns how often one was told to stop.
+
+    All may be told so: what one still writes is in the way of who has taken the step over. Whoever
+    comes afterwards goes on with what they were told is saved.
+    """
     found = [start(root, salt, saves, "insists") for salt in range(programs)]
     for each in found:
         go(each)
-    told = 0
+    told, saved = 0, False
     for each in found:
         out, err = each.communicate(timeout=240)
         assert each.returncode == 0, err
         told += out.count("failed")
+        saved |= "saved" in out
+    assert check_all(root) or not saved
+    last = start(root, programs, 2, "once")
+    out, err = last.communicate("go\n", timeout=240)
+    assert last.returncode == 0 and out.count("saved") == 2, (out, err)
     assert check_all(root)
     return told
 
