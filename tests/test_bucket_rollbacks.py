@@ -21,13 +21,14 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
-from cnr_jax.repository.markers import is_committed
+from cnr_jax.repository.markers import is_committed, says_committed
 from cnr_jax.repository.store import names_in, store_of
 from cnr_jax.testing import strategies
 from cnr_jax.testing.machine import run_state_machine_as_test
 from cnr_jax.testing.playing import Player
 
 from .conftest import case_of
+from .test_buckets import as_before, uncommit
 from .testing.test_machine import RETENTIONS, SHAPES, settings
 
 
@@ -202,14 +203,14 @@ def test_a_save_that_fails_leaves_nothing_behind(
         run.run(manager, range(4))
         old = dict(run.truth)
         run.restore(manager, 1)
-        real = type(store).write_new
+        real = type(store).swap
 
-        def write_new(self: Any, path: Any, data: bytes) -> None:
-            if path.name == names.COMMITTED:
+        def swap(self: Any, path: Any, data: bytes, version: Any) -> Any:
+            if says_committed(data):
                 raise OSError(5, "harm", str(path))
-            real(self, path, data)
+            return real(self, path, data, version)
 
-        monkeypatch.setattr(type(store), "write_new", write_new)
+        monkeypatch.setattr(type(store), "swap", swap)
         with pytest.raises(errors.SaveError):
             run.run(manager, [2])
         monkeypatch.undo()
@@ -233,8 +234,7 @@ def test_a_kill_before_the_commit_changes_nothing_and_one_after_it_all(
         rolled_back(run, manager, 1, [2])
     # As a kill right before the commit leaves it.
     store.write(root / names.CATALOGUE, catalogue, replaces=True)
-    for marker in names.MARKERS:
-        store.remove_file(root / "2.g2.branch" / marker)
+    uncommit(root / "2.g2.branch")
     for name in ("2", "3"):
         store.write(root / name / names.ORBAX_COMMITTED, b"", replaces=True)
     with run.open(str(root)) as manager:
@@ -286,13 +286,13 @@ def test_what_plain_orbax_lists_is_put_right_by_the_next_save(
 def test_steps_of_before_are_left_behind_by_a_marker_of_ours(
     tiny_run: Any, root: epath.Path
 ) -> None:
-    run, store = tiny_run(), store_of(root)
+    run = tiny_run()
     with run.open(str(root)) as manager:
         run.run(manager, range(3))
         for step in range(3):
-            store.remove_file(root / str(step) / names.COMMITTED)
+            as_before(root / str(step))
         rolled_back(run, manager, 1, [2])
-    assert {*names_in(root / "2")} & {*names.MARKERS} == {names.COMMITTED}
+    assert {*names_in(root / "2")} & {*names.MARKERS} == {names.ATTEMPT}
     with run.open(str(root)) as manager:
         assert manager.all_steps() == [0, 1, 2]
         run.check(manager, None)

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -241,8 +242,7 @@ def test_a_killed_save_is_no_step_and_its_number_is_free(
         known = store.read(root / names.CATALOGUE)
         run.run(manager, [2])
     store.write(root / names.CATALOGUE, known, replaces=True)
-    for marker in names.MARKERS:  # which come last
-        store.remove_file(root / "2" / marker)
+    uncommit(root / "2")
     store.remove_file(root / "2/default" / names.MANIFEST)
     store.write(root / "2/default/junk", b"", replaces=True)
     (problem,) = cnr.verify(root)
@@ -304,6 +304,20 @@ class Ends:
 # ---- what commits a step ------------------------------------------------------------------------
 
 
+def as_before(step: epath.Path) -> None:
+    """Has the file of an attempt say no more than in older versions: who holds the folder."""
+    store, note = store_of(step), step / names.ATTEMPT
+    nonce, _, ending = store.read(note).partition(b" ")
+    assert ending == b"committed"
+    store.write(note, nonce, replaces=True)
+
+
+def uncommit(step: epath.Path) -> None:
+    """Leaves a step as a kill does right before it is committed."""
+    as_before(step)
+    store_of(step).remove_file(step / names.ORBAX_COMMITTED)
+
+
 def shown(root: epath.Path) -> list[str]:
     """Step directories that hold what plain Orbax looks for."""
     return [n for n in names_in(root) if names.ORBAX_COMMITTED in names_in(root / n)]
@@ -331,11 +345,11 @@ def test_a_step_is_there_before_plain_orbax_lists_it(
 def test_steps_that_were_saved_before_there_was_a_marker_of_ours_are_read(
     tiny_run: Any, root: epath.Path
 ) -> None:
-    run, store = tiny_run(), store_of(root)
+    run = tiny_run()
     with run.open(str(root), policy=cnr.Full()) as manager:
         run.run(manager, range(3))
     for step in range(3):
-        store.remove_file(root / str(step) / names.COMMITTED)
+        as_before(root / str(step))
     assert cnr.verify(root) == ()
     with run.open(str(root), {"max_to_keep": 2}, policy=cnr.Full()) as manager:
         assert manager.all_steps() == [0, 1, 2]
@@ -366,7 +380,7 @@ def test_a_removal_begins_with_what_commits(
         with pytest.raises(InterruptedError):
             manager.delete(1)
         monkeypatch.undo()
-        assert gone == [names.COMMITTED, names.ORBAX_COMMITTED]
+        assert gone == [names.ATTEMPT, names.ORBAX_COMMITTED]
         # It was not gone yet, and is whole.
         run.check(manager, 1)
         manager.delete(1)
@@ -416,6 +430,37 @@ def test_one_attempt_at_a_time_holds_a_folder(root: epath.Path) -> None:
     for late in (first, attempt(root, "c")):
         with pytest.raises(errors.DependentsExistError):
             one.prepare(late, [])
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["commits", "takes over"])
+def test_of_a_commit_and_a_takeover_only_one_takes_place(
+    root: epath.Path, monkeypatch: pytest.MonkeyPatch, commits: bool
+) -> None:
+    """Who is first, when the other has looked already and is about to act."""
+    committer, store = ConditionalCommitter(lambda: None), store_of(root)
+    first, second = attempt(root, "a"), attempt(root, "b")
+    rows, real = root / "5/default/rows", type(store).swap
+    committer.prepare(first, [])
+    store.write(rows, b"of the first", replaces=False)
+
+    def swap(*args: Any) -> Any:
+        monkeypatch.undo()
+        if commits:
+            committer.publish(first, [])
+        else:
+            committer.prepare(second, [])
+            store.write(rows, b"of the second", replaces=False)
+        return real(*args)
+
+    monkeypatch.setattr(type(store), "swap", swap)
+    if commits:
+        with pytest.raises(errors.DependentsExistError, match=r"is there already"):
+            committer.prepare(second, [])
+    else:
+        with pytest.raises(errors.WriterError, match=r"another attempt .* holds"):
+            committer.publish(first, [])
+    assert committer.is_published(first) is commits is is_committed(root / "5")
+    assert store.read(rows) == (b"of the first" if commits else b"of the second")
 
 
 def test_an_attempt_that_is_given_up_leaves_nothing(root: epath.Path) -> None:
@@ -673,8 +718,8 @@ def test_what_commits_a_step_is_put_when_all_of_it_is_there(
             meta=ocp.args.JsonSave({"epoch": 1}),
         )
         assert manager.save(7, args=items)
-    of_step = [each for each in put if not each.endswith(names.CATALOGUE)]
-    assert of_step[-2:] == [*names.MARKERS]
+    of_step = [each for each in put if not each.startswith("/")]
+    assert of_step[0] == names.ATTEMPT and of_step[-2:] == [*names.MARKERS]
     assert {each.split("/")[0] for each in of_step[:-2]} >= {
         "model",
         "data",
@@ -695,6 +740,41 @@ def test_a_service_that_is_away_for_some_seconds_loses_no_save(
         run.run(manager, [1])
         assert manager.all_steps() == [0, 1] and proxy.harmed > 1
         run.check(manager, None)
+
+
+def test_training_does_not_wait_for_a_service_that_does_not_answer(
+    tiny_run: Any, root: epath.Path, proxy: Proxy
+) -> None:
+    run, answers = tiny_run(), threading.Event()
+    with run.open(str(root), max_in_flight=2) as manager:
+        run.run(manager, range(2))
+        proxy.harm = lambda *_: None if answers.wait(60) else 500
+        for step in (2, 3):
+            run.train(step)
+            assert run.save(manager, step)
+        assert not answers.is_set() and manager.is_saving_in_progress()
+        answers.set()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1, 2, 3]
+        for step in range(4):
+            run.check(manager, step)
+
+
+def test_a_program_that_lost_the_root_puts_nothing_there(
+    tiny_run: Any, root: epath.Path, proxy: Proxy
+) -> None:
+    run, other = tiny_run(), tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+        with other.open(str(root)) as taken:
+            other.restore(taken, None)
+            other.run(taken, [2])
+            before = len(proxy.log)
+            with pytest.raises(errors.WriterError, match="has taken over"):
+                run.run(manager, [2])
+            kinds = {kind for kind, _ in proxy.log[before:]}
+            assert kinds.isdisjoint({"PUT", "DELETE"})
+            run.check(taken, 2, other.truth)
 
 
 @pytest.mark.parametrize("harm", [403, 500, "reset"])

@@ -7,7 +7,7 @@ step directory and, while a save is in flight, adds `TEMPORARY_SUFFIX` to it and
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 FORMAT = "cnr_jax"
 VERSION = 1
@@ -42,15 +42,14 @@ REMOVED_MARK = ".removed-"
 # Begins the name of a folder that holds the steps of an earlier run, and is a root itself.
 EARLIER_RUN = "earlier-run-"
 
-# In a step directory of a store without renames, or one that was one: what commits the step, and
-# what Orbax looks for, which commits it where the first is missing. A removal takes them in turn.
-COMMITTED = "cnr_jax.committed.txt"
-ORBAX_COMMITTED = "commit_success.txt"
-MARKERS = (COMMITTED, ORBAX_COMMITTED)
-# Names the attempt that holds the folder of a step where files are put under a condition.
+# In a step directory of a store without renames, or one that was one: which attempt holds it where
+# files are put under a condition, and whether that has committed it; and what Orbax looks for,
+# which commits it where the first does not. A removal takes them in turn.
 ATTEMPT = "cnr_jax.attempt.txt"
+ORBAX_COMMITTED = "commit_success.txt"
+MARKERS = (ATTEMPT, ORBAX_COMMITTED)
 # Files right in the folder of a step, beside its items.
-OF_STEP = (ORBAX_METADATA, *MARKERS, ATTEMPT)
+OF_STEP = (ORBAX_METADATA, *MARKERS)
 
 # In the root: who saves there, and what is locked while a save is being written.
 WRITER = "cnr_jax.writer.json"
@@ -319,18 +318,6 @@ def may_be_step(name: str) -> bool:
     return TEMPORARY_SUFFIX not in name and not kind_of_folder(name)
 
 
-def says_committed(held: Collection[str]) -> bool:
-    """Whether a folder that holds files of these names is that of a committed step.
-
-    For stores that cannot rename it; others give it its name then.
-
-    Example:
-        >>> says_committed(["default", ORBAX_COMMITTED]), says_committed(["default", ATTEMPT])
-        (True, False)
-    """
-    return any(marker in held for marker in MARKERS)
-
-
 def kind_of_folder(name: str) -> str | None:
     """Kind of a folder of a root that is not a step, by its name: one of those of `beside`.
 
@@ -489,7 +476,7 @@ def is_file(name: str) -> bool:
     """Whether what has such a name in a root is a file, if anything.
 
     Example:
-        >>> is_file("manifest.json"), is_file(COMMITTED), is_file("rows.p00012"), is_file("7")
+        >>> is_file("manifest.json"), is_file(ATTEMPT), is_file("rows.p00012"), is_file("7")
         (True, True, False, False)
     """
     return name in _FILES or _PROCESS_MANIFEST.fullmatch(name) is not None

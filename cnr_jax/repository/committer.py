@@ -5,7 +5,7 @@ reader lists, other than that of any other attempt at the step: whoever still wr
 that was given up writes beside the next one. Elsewhere the folder has the final name, and is no
 step before it holds a file that says so. That file tells attempts apart everywhere, so what became
 of one can be asked of the store, whoever was interrupted or did not answer. Stores that put a file
-on the condition that none is there let one attempt alone have such a folder.
+on a condition let one attempt alone have such a folder, and commit it as long as it has.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.markers import is_committed
+from cnr_jax.repository.markers import committed, is_committed, says_committed
 from cnr_jax.repository.store import (
     AnyPath,
     can,
@@ -188,11 +188,11 @@ class MarkerCommitter:
 
 
 class ConditionalCommitter:
-    """Commits by a file that is put where none is, in a folder that one attempt holds.
+    """Commits by a swap of the file that says which attempt holds the folder.
 
-    A file in the folder names that attempt, and is put there first. Who finds it put by another
-    takes the folder over, if the root is its own, by a swap: the other may still be writing, but
-    puts no file where one is, commits no more, and removes nothing.
+    It is put there first. Who finds it put by another takes the folder over, if the root is its
+    own, by a swap: the other may still be writing, but puts no file where one is, commits no more,
+    and removes nothing. So of a commit and a takeover only one takes place.
 
     Args:
         check_claim: raises if the root was taken over.
@@ -200,51 +200,49 @@ class ConditionalCommitter:
 
     def __init__(self, check_claim: Callable[[], None]) -> None:
         self._check_claim = check_claim
+        # Of the file of each attempt, by nonce.
+        self._versions: dict[str, Any] = {}
 
     def folder(self, attempt: Attempt) -> AnyPath:
         return attempt.path
 
     def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
+        self._check_claim()
         held, note = names_in(attempt.path), attempt.path / names.ATTEMPT
-        if names.says_committed(held):
+        found = store_of(note).read_version(note) if held else None
+        if names.ORBAX_COMMITTED in held or (found and says_committed(found[0])):
             raise _taken(attempt)
-        found = None
-        if held:
-            self._check_claim()
-            found = store_of(note).read_version(note)
-        if found and found[0] == attempt.nonce.encode():
-            return  # it is taken up again, and goes on with what it has put there
+        data, version = found or (None, None)
+        if data == attempt.nonce.encode():
+            # It is taken up again, and goes on with what it has put there.
+            self._versions[attempt.nonce] = version
+            return
         try:
-            version = found[1] if found else None
-            store_of(note).swap(note, attempt.nonce.encode(), version)
+            version = store_of(note).swap(note, attempt.nonce.encode(), version)
         except FileExistsError as error:
-            raise _held(attempt) from error
+            raise _lost(attempt) from error
+        self._versions[attempt.nonce] = version
         _clear(attempt, held)
 
     def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
-        if not self._holds(attempt):
-            raise _held(attempt)
-        marker = attempt.path / names.COMMITTED
+        note, version = attempt.path / names.ATTEMPT, self._versions[attempt.nonce]
         try:
-            store_of(marker).write_new(marker, attempt.nonce.encode())
+            store_of(note).swap(note, committed(attempt.nonce), version)
         except FileExistsError as error:
-            raise _taken(attempt) from error
+            raise _lost(attempt) from error
 
     def settle(self, attempt: Attempt) -> None:
-        pass  # what was written is durable
+        self._versions.pop(attempt.nonce, None)  # what was written is durable
 
     def is_published(self, attempt: Attempt) -> bool:
-        return _is_named_in(attempt, names.COMMITTED)
+        return _noted(attempt) == committed(attempt.nonce)
 
     def abandon(self, attempt: Attempt) -> None:
         self._check_claim()
-        held = names_in(attempt.path)
-        if not names.says_committed(held) and self._holds(attempt):
-            _clear(attempt, held)
+        if _noted(attempt) == attempt.nonce.encode():
+            _clear(attempt, names_in(attempt.path))
             store_of(attempt.path).remove_file(attempt.path / names.ATTEMPT)
-
-    def _holds(self, attempt: Attempt) -> bool:
-        return _is_named_in(attempt, names.ATTEMPT)
+        self._versions.pop(attempt.nonce, None)
 
 
 def committer_for(
@@ -268,11 +266,11 @@ def committer_for(
     return MarkerCommitter(check_claim, mode)
 
 
-def _is_named_in(attempt: Attempt, name: str) -> bool:
-    """Whether a file in the folder names this attempt."""
-    path = attempt.path / name
-    found = store_of(path).read_version(path)
-    return found is not None and found[0] == attempt.nonce.encode()
+def _noted(attempt: Attempt) -> bytes:
+    """Which attempt holds the folder, as the file there says; of nothing if there is none."""
+    note = attempt.path / names.ATTEMPT
+    found = store_of(note).read_version(note)
+    return b"" if found is None else found[0]
 
 
 def _clear(attempt: Attempt, held: Collection[str]) -> None:
@@ -283,10 +281,12 @@ def _clear(attempt: Attempt, held: Collection[str]) -> None:
                 raise error
 
 
-def _held(attempt: Attempt) -> errors.WriterError:
-    note = attempt.path / names.ATTEMPT
-    found = store_of(note).read_version(note)
-    got = "none" if found is None else found[0][:64].decode(errors="replace")
+def _lost(attempt: Attempt) -> errors.CnrError:
+    """The error that says that another attempt has the folder, or has committed the step."""
+    found = _noted(attempt)
+    if says_committed(found):
+        return _taken(attempt)
+    got = found[:64].decode(errors="replace") or "none"
     return errors.WriterError(
         f"another attempt at this step holds {os.fspath(attempt.path)}\n"
         f"  got {got} in {names.ATTEMPT}, expected {attempt.nonce}: this one\n"

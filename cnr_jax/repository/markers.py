@@ -1,8 +1,9 @@
 """What commits a step where folders cannot be renamed, and what tells plain Orbax of it.
 
-A file of this library in the folder of a step commits it. Orbax's own follows: it lists the steps
-that have that one. Without the first, as in older roots and where nothing is put under a condition,
-the second one commits.
+A file of this library in the folder of a step names the attempt that holds it, and says whether
+that has committed the step. Orbax's own file follows: it lists the steps that have that one. Where
+the first does not commit, as in older roots and where nothing is put under a condition, the second
+one does.
 """
 
 from __future__ import annotations
@@ -13,19 +14,53 @@ from concurrent.futures import ThreadPoolExecutor
 from cnr_jax.format import names
 from cnr_jax.repository.store import AnyPath, can, exists, read_all, store_of
 
+_COMMITTED = b" committed"
 # Steps that are hidden at a time.
 _AT_ONCE = 16
 
 
-def is_committed(step: AnyPath) -> bool:
+def committed(nonce: str) -> bytes:
+    """What the file of an attempt holds once that is committed.
+
+    Example:
+        >>> says_committed(committed("00ff")), says_committed(b"00ff")
+        (True, False)
+    """
+    return nonce.encode() + _COMMITTED
+
+
+def says_committed(attempt: bytes) -> bool:
+    """Whether the file of an attempt says that it is committed."""
+    return attempt.endswith(_COMMITTED)
+
+
+def is_committed(step: AnyPath, held: Collection[str] | None = None) -> bool:
     """Whether a folder is that of a committed step; for stores that cannot rename it.
+
+    Args:
+        step: the folder.
+        held: names of what it holds; None: not known.
 
     Raises:
         OSError: if that cannot be seen.
     """
+    if held is not None:
+        is_held = names.ATTEMPT in held
+        return names.ORBAX_COMMITTED in held or (is_held and _is_by_attempt(step))
     # The likelier one first: each look is a request.
-    markers = names.MARKERS if can(step).conditions else reversed(names.MARKERS)
-    return any(exists(step / marker) for marker in markers)
+    looks = (
+        [_is_by_attempt, is_shown]
+        if can(step).conditions
+        else [is_shown, _is_by_attempt]
+    )
+    return any(look(step) for look in looks)
+
+
+def _is_by_attempt(step: AnyPath) -> bool:
+    try:
+        return says_committed(read_all(step / names.ATTEMPT))
+    except FileNotFoundError:
+        return False
 
 
 def is_shown(step: AnyPath) -> bool:
@@ -54,7 +89,7 @@ def show_alone(root: AnyPath, directory: str, left: Collection[str]) -> None:
         list(pool.map(_hide, (root / name for name in left)))
     if can(root).conditions:  # else that is what has committed it
         marker = root / directory / names.ORBAX_COMMITTED
-        store_of(root).write(marker, names.COMMITTED.encode(), replaces=True)
+        store_of(root).write(marker, names.ATTEMPT.encode(), replaces=True)
 
 
 def _hide(step: AnyPath) -> None:
@@ -62,6 +97,8 @@ def _hide(step: AnyPath) -> None:
     own, shown = (step / marker for marker in names.MARKERS)
     if not exists(shown):
         return
-    if not exists(own):
-        store_of(own).write(own, read_all(shown), replaces=True)
+    if not _is_by_attempt(step):
+        # Of a folder that was copied here, or was made by an older version.
+        nonce = read_all(shown).decode(errors="replace")
+        store_of(own).write(own, committed(nonce), replaces=True)
     store_of(shown).remove_file(shown)

@@ -100,10 +100,10 @@ def check_committed(root: AnyPath, directory: str) -> None:
     Raises:
         IntegrityError: if not.
     """
-    commit = root / directory / names.COMMITTED
+    commit = root / directory / names.ATTEMPT
     if not can(root).renames and not is_committed(root / directory):
         raise errors.IntegrityError(
-            f"step {directory} was never committed: {os.fspath(commit)} is missing",
+            f"step {directory} was never committed: {os.fspath(commit)} does not say so",
             kind="not_committed",
             path=os.fspath(commit),
         )

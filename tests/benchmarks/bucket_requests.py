@@ -105,7 +105,12 @@ def _commit(proxy: Proxy, save: Callable[[], None]) -> tuple[str, Any, str]:
     save()
     proxy.harm, proxy.delay_secs = lambda *_: None, 0.0
     first = next(i for i, (_, _, path) in enumerate(began) if path.endswith("/c/0"))
-    last = next(i for i, (_, _, path) in enumerate(began) if names.COMMITTED in path)
+    puts = (
+        i
+        for i, (_, k, path) in enumerate(began)
+        if k == "PUT" and names.ATTEMPT in path
+    )
+    *_, last = puts  # the first was when the folder was taken
     counts = collections.Counter(kind for _, kind, _ in began[first : last + 1])
     rounds = began[last][0] - began[first][0] + 1
     return "of it, first array to commit", dict(counts), str(rounds)

@@ -23,7 +23,6 @@ from cnr_jax.format.names import (
     branch_number,
     may_be_step,
     plain,
-    says_committed,
     step_number,
     superseded,
 )
@@ -134,8 +133,11 @@ class Steps:
         paths = [path for path in paths if path.name not in noted]
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             looked = [*pool.map(_Listed.look, paths)]
-        if not can(self.root).renames:
-            looked = [step for step in looked if says_committed(step.held)]
+            if not can(self.root).renames:
+                is_step = pool.map(lambda s: is_committed(s.path, s.held), looked)
+                looked = [
+                    s for s, is_one in zip(looked, is_step, strict=True) if is_one
+                ]
         found += looked
         gone = superseded(step.path.name for step in found)
         return [step for step in found if step.path.name not in gone]

@@ -73,7 +73,7 @@ def files_of_step(copies: Sequence[AnyPath]) -> list[StepFile]:
     """
     held = {name for step in copies for name in names_in(step)}
     found: list[StepFile] = []
-    for name in sorted(held - {*names.MARKERS, names.ATTEMPT}):
+    for name in sorted(held.difference(names.MARKERS)):
         if any(exists(step / name / names.MANIFEST) for step in copies):
             found += _files_of_item(copies, name)
         else:
