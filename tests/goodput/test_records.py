@@ -288,7 +288,8 @@ def test_a_real_run_tells_what_it_took(root: Path) -> None:
     assert profile.full_bytes == max(wrote)
     assert profile.delta_bytes(10) == pytest.approx(wrote[1], rel=0.3)
     secs = [line["blocking_secs"] for line in saves]
-    assert min(secs) <= profile.blocking.of(wrote[-1]) <= max(secs)
+    # A line through few points lies near them.
+    assert min(secs) / 2 <= profile.blocking.of(wrote[-1]) <= 2 * max(secs)
     cost = cost_of(found)
     assert cost is not None
     assert cost.own.stored_bytes == found.root.total_bytes
