@@ -43,6 +43,7 @@ from cnr_jax.rows.gather.motion import FollowedRows
 from cnr_jax.rows.tiling import host_device, own_settings
 from cnr_jax.telemetry import percent
 from cnr_jax.texts import logger
+from cnr_jax.waiting import wait_for
 
 _log = logger(__name__)
 
@@ -110,8 +111,8 @@ class Launcher:
             flight: the save; it gets what goes on in the background.
             changed: its state, which nothing may keep.
             directory: of the item.
-            directories: tell when it is there, where Orbax makes it; None: it is, and whoever
-                carries out the save settles it on all processes.
+            directories: tell when it is there, where Orbax makes it; None: the save does, and
+                whoever carries it out settles it on all processes.
         """
         plan, options, started = flight.plan, self._options, time.perf_counter()
         try:
@@ -310,9 +311,13 @@ def _in_background(
 
     def check() -> None:
         raise_if_told(channel, topic)
+        if flight.stopped is not None:
+            raise flight.stopped
 
     if directories is not None:
         failure = _raised_by(directories.wait, channel.timeout_secs, check)
+    elif flight.prepared is not None:
+        failure = _raised_by(wait_for, flight.prepared, check)
     started = time.perf_counter()
     if failure is None and flight.stopped is None:
         failure = _raised_by(write)

@@ -1,7 +1,7 @@
 """Saves on their way: each begins, is written, settled on all processes, committed and retired.
 
-    begin -> write -> settle on all processes -> wait for the commit before -> seal -> publish
-          -> wait for the save before -> tell all -> retire what it makes superfluous -> over
+    begin -> prepare -> write -> settle on all processes -> wait for the commit before -> seal
+          -> publish -> wait for the save before -> tell all -> retire what it makes superfluous
 
 Several may be written at once, and are committed in the order in which they began: each once the
 commit of the one before is durable. A save that fails takes down those that rest on it, and no
@@ -46,9 +46,10 @@ from cnr_jax.checkpointer.save_errors import (
     save_error,
     taken_down,
 )
+from cnr_jax.checkpointer.saving.beginning import Beginning
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.committer import Attempt, Committer
-from cnr_jax.repository.store import AnyPath
+from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.texts import logger
 from cnr_jax.waiting import STOP_SECS, Gate, Job, wait_for
 
@@ -64,6 +65,8 @@ class Work(Protocol):
 
     def stage(self, save: Any, folder: AnyPath) -> Sequence[Any]:
         """Starts to write what is saved into a folder, so that training may go on.
+
+        Nothing is written before the folder is prepared, as the save says.
 
         Returns:
             Futures, of which each `result()` waits until a part is on storage.
@@ -117,6 +120,7 @@ class PipelinedSave:
 
     Attributes:
         attempt: where it is written; its nonce names it, and what processes tell of it.
+        prepared: until it is done nothing may be written; None: it is.
         futures: of what is being written.
         error: why it failed, or what comes after its commit.
         agreed_at_secs: reading of `time.perf_counter` when all processes knew that it is written.
@@ -126,6 +130,7 @@ class PipelinedSave:
     """
 
     attempt: Attempt
+    prepared: concurrent.futures.Future[None] | None = None
     futures: Sequence[Any] = ()
     error: errors.CnrError | None = None
     agreed_at_secs: float | None = None
@@ -182,9 +187,10 @@ class SavePipeline(Generic[S]):
         self._work = work
         # In their order, from when they are decided until somebody has taken note of their ends.
         self._saves: list[S] = []
-        self._beginning: _Beginning[S] | None = None
+        self._beginning: Beginning[S] | None = None
         # One thread for all beginnings: jax opens files for each thread that it is new to.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "cnr_begin_save")
+        self._preparing = concurrent.futures.ThreadPoolExecutor(most, "cnr_prepare")
 
     # The thread that calls.
 
@@ -211,7 +217,7 @@ class SavePipeline(Generic[S]):
         """
         self.end_beginning()
         self.make_room()
-        beginning = self._beginning = _Beginning[S]()
+        beginning = self._beginning = Beginning[S]()
         context = contextvars.copy_context()
         begin: Any = functools.partial(self._begin, beginning, plan, prepare)
         run: Any = functools.partial(beginning.run, begin, settings)
@@ -262,8 +268,9 @@ class SavePipeline(Generic[S]):
             save.thread.wait()
 
     def close(self) -> None:
-        """Ends the thread of beginnings, once all saves are over."""
+        """Ends the threads of beginnings, once all saves are over."""
         self._pool.shutdown()
+        self._preparing.shutdown()
 
     def in_flight(self) -> list[S]:
         """Saves that are not over, in their order."""
@@ -332,7 +339,7 @@ class SavePipeline(Generic[S]):
 
     def _begin(
         self,
-        beginning: _Beginning[S],
+        beginning: Beginning[S],
         plan: Callable[[], S],
         prepare: Callable[[S], None],
     ) -> S:
@@ -346,13 +353,9 @@ class SavePipeline(Generic[S]):
             raise
         beginning.stages(functools.partial(self._work.cancel, save))
         try:
+            self._prepare(save)
             folder = self.committer.folder(save.attempt)
-            on_primary(
-                self._channel,
-                lambda: self.committer.prepare(save.attempt, self._work.items(save)),
-                topic=save.topic("folders"),
-            )
-            save.futures = self._work.stage(save, folder)
+            save.futures = [*save.futures, *self._work.stage(save, folder)]
             beginning.is_staged()
         except BaseException as error:
             # Staging was cancelled if a save failed meanwhile that this one rests on: that is no
@@ -368,13 +371,34 @@ class SavePipeline(Generic[S]):
             # Other processes have begun: this one tells them in the background.
             failed = concurrent.futures.Future[None]()
             failed.set_exception(fallen or error)
-            save.futures = [failed]
+            save.futures = [*save.futures, failed]
         try:
             self._drive(save)
         except (RuntimeError, MemoryError):
             # The system has no more threads. It is in flight, so it must not be raised here.
             save.thread.run(self._run, save)
         return save
+
+    def _prepare(self, save: S) -> None:
+        """Has process 0 prepare the folder of a save, meanwhile if it asks a service for that."""
+        items = self._work.items(save)
+
+        def prepare() -> None:
+            on_primary(
+                self._channel,
+                lambda: self.committer.prepare(save.attempt, items),
+                topic=save.topic("folders"),
+            )
+
+        if can(save.attempt.root).cheap_looks:
+            prepare()
+            return
+        try:
+            save.prepared = self._preparing.submit(prepare)
+        except RuntimeError:  # the interpreter exits
+            prepare()
+        else:
+            save.futures = [save.prepared]
 
     def _stop(self, save: S) -> None:
         """Waits until nothing is written for a save that is cancelled."""
@@ -528,56 +552,6 @@ class SavePipeline(Generic[S]):
             self._work.ended(save)
         except Exception:
             _log.exception("step %d: what ends its save", save.step)
-
-
-class _Beginning(Generic[S]):
-    """The beginning of one save, in a thread of its own.
-
-    Attributes:
-        job: of that thread.
-        found: the save, once it is in flight.
-        error: why it is not.
-    """
-
-    def __init__(self) -> None:
-        self.job = Job()
-        self.found: S | None = None
-        self.error: BaseException | None = None
-        # Ends what is being staged; why that is to end.
-        self._cancel: Callable[[BaseException], None] | None = None
-        self._why: BaseException | None = None
-
-    def run(
-        self,
-        begin: Callable[[], S],
-        settings: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Begins; in its thread."""
-        try:
-            with settings():
-                self.found = begin()
-        except BaseException as error:
-            self.error = error
-
-    def stages(self, cancel: Callable[[BaseException], None]) -> None:
-        """Staging begins, which `cancel` ends."""
-        self._cancel = cancel
-        if self._why is not None:
-            self._cancel(self._why)
-
-    def is_staged(self) -> None:
-        """Staging is over: from here on no interrupt ends the save; raises one that has come."""
-        self._cancel = None
-        if self._why is not None:
-            raise self._why
-
-    def interrupt(self) -> None:
-        """Ends staging soon; from another thread."""
-        # First the reason: either this sees what is staged, or that sees the reason.
-        self._why = KeyboardInterrupt()
-        cancel = self._cancel
-        if cancel is not None:
-            cancel(self._why)
 
 
 def _told(error: BaseException, save: PipelinedSave) -> errors.CnrError:

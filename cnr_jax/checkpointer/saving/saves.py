@@ -369,6 +369,8 @@ class Saves:
             # Not before: of several processes this one alone may fail in it.
             self._warm_up(save.decided)
         assert save.step_items is not None
+        if save.prepared is not None and [*save.step_items.handlers] != [save.item]:
+            save.prepared.result()  # other items are written at once
         return save.step_items.stage(folder)
 
     def cancel(self, save: SaveInFlight, why: BaseException) -> None:

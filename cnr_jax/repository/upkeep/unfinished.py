@@ -31,6 +31,11 @@ class Unfinished:
         self._waits = False
         self._clearing = threading.Lock()
 
+    @property
+    def any(self) -> bool:
+        """Whether there may be some."""
+        return bool(self._gone)
+
     def add(self, folder: str) -> None:
         """Notes a folder that a save was written into which is not committed."""
         self._gone[folder] = False

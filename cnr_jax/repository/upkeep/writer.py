@@ -248,7 +248,9 @@ class RootWriter:
                     f"  hint: {other_writer(self._before)}; then save again",
                     kind="writer_busy",
                 )
-            self._claim.check()
+            # Else whoever prepares the folder of the save asks that, while training goes on.
+            if not can(root).conditions or self._doubtful or self._unfinished.any:
+                self._claim.check()
         except BaseException:
             self.end_writing()
             raise
