@@ -25,6 +25,7 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
+from cnr_jax.repository import markers
 from cnr_jax.repository.causes import causes
 from cnr_jax.repository.committer import Attempt, ConditionalCommitter
 from cnr_jax.repository.markers import is_committed
@@ -305,11 +306,12 @@ class Ends:
 
 
 def as_before(step: epath.Path) -> None:
-    """Has the file of an attempt say no more than in older versions: who holds the folder."""
+    """Leaves a step as older versions: the file that says who holds the folder says no more."""
     store, note = store_of(step), step / names.ATTEMPT
     nonce, _, ending = store.read(note).partition(b" ")
     assert ending == b"committed"
     store.write(note, nonce, replaces=True)
+    store.write(step / names.ORBAX_COMMITTED, nonce, replaces=True)
 
 
 def uncommit(step: epath.Path) -> None:
@@ -342,6 +344,30 @@ def test_a_step_is_there_before_plain_orbax_lists_it(
         run.check(manager, 3)
 
 
+def test_what_a_program_shows_late_makes_no_step_of_what_is_gone(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    """A program may sleep between a commit and what plain Orbax is told of it."""
+    run, store = tiny_run(), store_of(root)
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(3))
+        manager.delete(1)
+    committer = ConditionalCommitter(lambda: None)
+    committer.prepare(Attempt(root, "3", "a" * 32), [])
+    for step in ("1", "3"):
+        markers.show_alone(root, step, [])
+        assert shown(root).count(step) == 1 and not is_committed(root / step)
+    store.remove_file(root / names.CATALOGUE)
+    assert [p.kind for p in cnr.verify(root)] == ["unfinished"]
+    assert [each.step for each in cnr.describe(root).steps] == [0, 2]
+    with run.open(str(root)) as manager:
+        assert manager.all_steps() == [0, 2]
+        run.restore(manager, None)
+        run.run(manager, [3, 4])
+        assert manager.all_steps() == [0, 2, 3, 4]
+        run.check(manager, 3)
+
+
 def test_steps_that_were_saved_before_there_was_a_marker_of_ours_are_read(
     tiny_run: Any, root: epath.Path
 ) -> None:
@@ -361,30 +387,33 @@ def test_steps_that_were_saved_before_there_was_a_marker_of_ours_are_read(
     assert names_in(root) == ["2", "3", names.CATALOGUE, names.WRITER]
 
 
-def test_a_removal_begins_with_what_commits(
+def test_a_removal_that_is_cut_short_leaves_a_whole_step_or_none(
     tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tiny_run()
-    with run.open(str(root), policy=cnr.Full()) as manager:
-        run.run(manager, range(2))
-        gone = list[str]()
-        real = type(store_of(root)).remove_file
-
-        def remove_file(self: Any, path: Any) -> None:
-            gone.append(path.name)
-            if len(gone) == 2:
-                raise InterruptedError  # so to say, a kill
-            real(self, path)
-
-        monkeypatch.setattr(type(store_of(root)), "remove_file", remove_file)
-        with pytest.raises(InterruptedError):
-            manager.delete(1)
-        monkeypatch.undo()
-        assert gone == [names.ATTEMPT, names.ORBAX_COMMITTED]
-        # It was not gone yet, and is whole.
-        run.check(manager, 1)
-        manager.delete(1)
-        assert names_in(root) == ["0", names.CATALOGUE, names.WRITER]
+    """It may be killed after any request."""
+    real, seen = bucket_clients.client_of, set[bool]()
+    for left in range(9):
+        run, count, where = tiny_run(), iter(range(left)), root / str(left)
+        with run.open(str(where), policy=cnr.Full()) as manager:
+            run.run(manager, range(2))
+            monkeypatch.setattr(
+                bucket_clients,
+                "client_of",
+                lambda bucket, count=count: Ends(real(bucket), count),
+            )
+            with contextlib.suppress(InterruptedError):
+                manager.delete(1)
+            monkeypatch.undo()
+            with case_of(left), run.open(str(where)) as reader:
+                is_there = 1 in reader.all_steps()
+                seen.add(is_there)
+                if is_there:
+                    run.check(manager, 1)
+                kinds = [problem.kind for problem in cnr.verify(where)]
+                assert kinds in ([], ["unfinished"])
+                assert not (is_there and kinds)
+    assert seen == {True, False} and next(count, None) is not None, "all of it was done"
+    assert names_in(where) == ["0", names.CATALOGUE, names.WRITER]
 
 
 # ---- attempts -----------------------------------------------------------------------------------

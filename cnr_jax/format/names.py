@@ -48,6 +48,8 @@ EARLIER_RUN = "earlier-run-"
 ATTEMPT = "cnr_jax.attempt.txt"
 ORBAX_COMMITTED = "commit_success.txt"
 MARKERS = (ATTEMPT, ORBAX_COMMITTED)
+# In the first, while what is there is being removed.
+REMOVED = b"removed"
 # Files right in the folder of a step, beside its items.
 OF_STEP = (ORBAX_METADATA, *MARKERS)
 

@@ -10,6 +10,7 @@ on a condition let one attempt alone have such a folder, and commit it as long a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -209,9 +210,9 @@ class ConditionalCommitter:
     def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
         self._check_claim()
         held, note = names_in(attempt.path), attempt.path / names.ATTEMPT
-        found = store_of(note).read_version(note) if held else None
-        if names.ORBAX_COMMITTED in held or (found and says_committed(found[0])):
+        if is_committed(attempt.path, held):
             raise _taken(attempt)
+        found = store_of(note).read_version(note) if held else None
         data, version = found or (None, None)
         if data == attempt.nonce.encode():
             # It is taken up again, and goes on with what it has put there.
@@ -239,10 +240,15 @@ class ConditionalCommitter:
 
     def abandon(self, attempt: Attempt) -> None:
         self._check_claim()
-        if _noted(attempt) == attempt.nonce.encode():
-            _clear(attempt, names_in(attempt.path))
-            store_of(attempt.path).remove_file(attempt.path / names.ATTEMPT)
         self._versions.pop(attempt.nonce, None)
+        note = attempt.path / names.ATTEMPT
+        found = store_of(note).read_version(note)
+        if found is not None and found[0] == attempt.nonce.encode():
+            # Who takes the folder over from here on cannot commit what this removes meanwhile.
+            with contextlib.suppress(FileExistsError):
+                store_of(note).swap(note, names.REMOVED, found[1])
+                _clear(attempt, names_in(attempt.path))
+                store_of(note).remove_file(note)
 
 
 def committer_for(

@@ -15,6 +15,8 @@ from cnr_jax.format import names
 from cnr_jax.repository.store import AnyPath, can, exists, read_all, store_of
 
 _COMMITTED = b" committed"
+# Orbax's file where ours commits. Who puts it may have slept until the step was removed.
+_FOLLOWS = names.ATTEMPT.encode()
 # Steps that are hidden at a time.
 _AT_ONCE = 16
 
@@ -44,23 +46,18 @@ def is_committed(step: AnyPath, held: Collection[str] | None = None) -> bool:
     Raises:
         OSError: if that cannot be seen.
     """
-    if held is not None:
-        is_held = names.ATTEMPT in held
-        return names.ORBAX_COMMITTED in held or (is_held and _is_by_attempt(step))
     # The likelier one first: each look is a request.
-    looks = (
-        [_is_by_attempt, is_shown]
-        if can(step).conditions
-        else [is_shown, _is_by_attempt]
-    )
-    return any(look(step) for look in looks)
+    markers = names.MARKERS if can(step).conditions else reversed(names.MARKERS)
+    return any(_commits(step / m) for m in markers if held is None or m in held)
 
 
-def _is_by_attempt(step: AnyPath) -> bool:
+def _commits(marker: AnyPath) -> bool:
+    """Whether one of the two files is there and commits its step."""
     try:
-        return says_committed(read_all(step / names.ATTEMPT))
+        data = read_all(marker)
     except FileNotFoundError:
         return False
+    return says_committed(data) if marker.name == names.ATTEMPT else data != _FOLLOWS
 
 
 def is_shown(step: AnyPath) -> bool:
@@ -89,7 +86,7 @@ def show_alone(root: AnyPath, directory: str, left: Collection[str]) -> None:
         list(pool.map(_hide, (root / name for name in left)))
     if can(root).conditions:  # else that is what has committed it
         marker = root / directory / names.ORBAX_COMMITTED
-        store_of(root).write(marker, names.ATTEMPT.encode(), replaces=True)
+        store_of(root).write(marker, _FOLLOWS, replaces=True)
 
 
 def _hide(step: AnyPath) -> None:
@@ -97,7 +94,7 @@ def _hide(step: AnyPath) -> None:
     own, shown = (step / marker for marker in names.MARKERS)
     if not exists(shown):
         return
-    if not _is_by_attempt(step):
+    if not _commits(own):
         # Of a folder that was copied here, or was made by an older version.
         nonce = read_all(shown).decode(errors="replace")
         store_of(own).write(own, committed(nonce), replaces=True)

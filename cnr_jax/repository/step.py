@@ -27,7 +27,7 @@ from cnr_jax.format.tiles import (
     load_process,
 )
 from cnr_jax.repository.markers import is_committed
-from cnr_jax.repository.store import AnyPath, can, exists, is_directory, read_all
+from cnr_jax.repository.store import AnyPath, can, is_directory, names_in, read_all
 from cnr_jax.repository.store.checked import (
     about,
     check_dense_index,
@@ -123,10 +123,10 @@ def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "not
     kept, is_branched = can(root), names.branch_number(directory) > 0
     if kept.renames or not (kept.conditions or is_branched) or is_committed(step):
         return "step"
-    if exists(step / names.ATTEMPT):
-        return "attempt"
-    held = "attempt" if is_branched else "step"
-    return held if exists(step) else "nothing"
+    held = names_in(step)
+    if {*held} <= {names.ORBAX_COMMITTED}:
+        return "nothing"
+    return "attempt" if is_branched or names.ATTEMPT in held else "step"
 
 
 def sorted_out(

@@ -240,8 +240,14 @@ class BucketStore(Objects):
 
     def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
         try:
-            # What commits a step first: the rest is none.
-            for keys in self._keys(path):
+            markers, rest = self._keys(path)
+            attempt = f"{_split(path)[1]}/{names.ATTEMPT}"
+            if attempt in markers:
+                # First, and removed last: what is left by a kill is known for what it is.
+                self.write(path / names.ATTEMPT, names.REMOVED, replaces=True)
+                markers.remove(attempt)
+                rest.append(attempt)
+            for keys in (markers, rest[:-1], rest[-1:]):
                 self._delete(path, keys)
         except FileNotFoundError:
             pass
@@ -250,7 +256,7 @@ class BucketStore(Objects):
         return []
 
     def _keys(self, path: AnyPath) -> tuple[list[str], list[str]]:
-        """Keys of an object or of all below a name: what commits a step, in turn, and the others.
+        """Keys of an object or of all below a name: what commits a step, and the others.
 
         Raises:
             FileNotFoundError: if there are none.

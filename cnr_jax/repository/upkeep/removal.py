@@ -154,8 +154,7 @@ def remove_in_place(step: store.AnyPath) -> None:
         OSError: if something of it cannot be removed.
     """
     kept = store.store_of(step)
-    for marker in names.MARKERS:
-        kept.remove_file(step / marker)
+    kept.remove_file(step / names.ORBAX_COMMITTED)
     for error in kept.remove_tree(step):
         raise error
 
