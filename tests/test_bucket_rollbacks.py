@@ -500,3 +500,23 @@ def test_a_run_in_a_bucket_is_what_the_model_says(bucket: epath.Path) -> None:
 def test_many_runs_in_a_bucket_are_what_the_model_says(bucket: epath.Path) -> None:
     counts = play(bucket, 30, 14)
     assert counts["branched"] > 10 and counts["deleted"] > 0, counts
+
+
+def test_who_takes_a_root_over_sees_what_was_done_there_since(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    """A step that rests on one which another program has left behind would be lost with it."""
+    run, other = tiny_run(), tiny_run()
+    other.salt = 1
+    with run.open(str(root)) as manager:
+        run.run(manager, range(3))
+        with other.open(str(root)) as later:
+            other.restore(later, None)
+            run.restore(manager, 0)
+            run.run(manager, [1])  # which leaves 1 and 2 behind
+            other.run(later, [3])
+            assert later.latest_step() == 3
+    with other.open(str(root)) as reader:
+        assert reader.latest_step() == 3
+    for step in reader.all_steps():
+        other.check(reader, step, run.truth | other.truth)

@@ -330,13 +330,15 @@ def test_a_killed_removal_is_not_listed(
     with run.open(str(root), policy=cnr.Full()) as manager:
         run.run(manager, range(3))
         old = taken(root)
-        real = type(store).remove_tree
-        monkeypatch.setattr(
-            type(store), "remove_tree", lambda self, path, threads=1: [OSError("x")]
-        )
+
+        def fails(*_: object) -> None:
+            raise OSError("x")
+
+        # Of all that is there, what commits it is gone.
+        monkeypatch.setattr(type(store), "_delete", fails)
         with pytest.raises(OSError, match="x"):
             manager.delete(1)
-        monkeypatch.setattr(type(store), "remove_tree", real)
+        monkeypatch.undo()
     assert "1" in names_in(root)
     for data in (old, taken(root), None):
         put(root, data)

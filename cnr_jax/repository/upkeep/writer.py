@@ -230,6 +230,8 @@ class RootWriter:
             if not self._single:
                 check_conditions(root)
             self._before = self._claim.take()
+            # What the root holds may have been read before another one saved there last.
+            self._doubtful = True
             with self.looking:
                 self._tidy, self._named = False, frozenset()
                 self._own, self._removed = {}, set()
@@ -258,12 +260,11 @@ class RootWriter:
             self._unfinished.forget(own)
         self._unfinished.clear()
         self._unfinished.wait_for_room()
-        changed = self._bring_back()
+        changed = self._bring_back() | self._refresh()
         with self.looking:
             if not self._tidy:
                 self._tidy_up(own)
                 self._tidy = True
-        changed |= self._refresh()
         self.changed |= changed
         if self.noted:
             self.noted = forget_gone(root, ledger)
