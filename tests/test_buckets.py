@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
@@ -36,6 +38,7 @@ from .bucket_proxy import KEY, SECRET, Proxy
 from .conftest import case_of, each_of
 
 PROGRAM = Path(bucket_program.__file__)
+DATA = PROGRAM.parent / "data"
 
 TABLE, LEAF = "user", "['params']['user']['embedding']"
 
@@ -342,6 +345,22 @@ def test_a_step_is_there_before_plain_orbax_lists_it(
         run.run(manager, [4])
         assert shown(root) == ["0", "1", "2", "3", "4"]
         run.check(manager, 3)
+
+
+def test_steps_whose_dense_leaves_orbax_has_written_are_read(root: epath.Path) -> None:
+    """As in roots of older versions that were copied to a bucket."""
+    old = DATA / "v1" / "root"
+    for file in filter(Path.is_file, old.rglob("*")):
+        path = root / str(file.relative_to(old))
+        store_of(root).write(path, file.read_bytes(), replaces=True)
+    with cnr.CheckpointManager(old) as kept, cnr.CheckpointManager(str(root)) as copy:
+        assert copy.all_steps() == kept.all_steps() == [10, 20, 30]
+        for step in kept.all_steps():
+            want, got = (manager.restore(step).state for manager in (kept, copy))
+            equal = jax.tree.map(
+                lambda a, b: bool(jnp.all((a == b) | (a != a))), got, want
+            )
+            assert all(jax.tree.leaves(equal)), equal
 
 
 def test_what_a_program_shows_late_makes_no_step_of_what_is_gone(

@@ -6,14 +6,19 @@ Orbax did until steps stored them as tiles. Nothing else asks which it was.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.leaves import as_stored, restored
@@ -23,7 +28,7 @@ from cnr_jax.format.boxes import Box
 from cnr_jax.format.manifest import DenseLeaf
 from cnr_jax.repository.replay.dense_tiles import TiledDense
 from cnr_jax.repository.step_reader import StepReader
-from cnr_jax.repository.store import exists
+from cnr_jax.repository.store import can, exists, read_all
 from cnr_jax.repository.store.checked import (
     Seal,
     kind_of,
@@ -82,11 +87,23 @@ class OrbaxDense:
         self, reader: StepReader, order: Sequence[DenseLeaf] | None = None
     ) -> None:
         self._directory, self._manifest = reader.directory, reader.manifest
-        self._path: Any = DensePath(reader.directory / names.DENSE)
         listed = self._manifest.dense_leaves if order is None else order
         self._leaves = {leaf.path: leaf for leaf in listed if leaf.kind != "text"}
         self._seal: Seal | None = None
         self._held: dict[Path, Any] = {}
+
+    @functools.cached_property
+    def _path(self) -> Any:
+        """Where Orbax reads: a copy on a disk, as long as this is used, if it reaches no other."""
+        if can(self._directory).paths:
+            return DensePath(self._directory / names.DENSE)
+        copy = tempfile.mkdtemp(prefix="cnr_jax_dense_")
+        weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
+        for file in self._manifest.dense_files:
+            path = epath.Path(copy, file.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(read_all(self._directory / file.path))
+        return DensePath(epath.Path(copy, names.DENSE))
 
     def check(self) -> None:
         """Compares all files with their digests.
