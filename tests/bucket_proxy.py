@@ -20,6 +20,10 @@ from pathlib import Path
 Harm = str | int | float
 # Whom requests are of.
 KEY, SECRET = "AKIAOFATEST", "a-secret/of+a-test"
+# As much as a service that takes any signature looks at.
+_SIGNED = {
+    "authorization": f"AWS4-HMAC-SHA256 Credential={KEY}/1/us-east-1/s3/aws4_request"
+}
 
 
 class Proxy:
@@ -103,6 +107,14 @@ class Proxy:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
+    def sent(self, headers: dict[str, str]) -> dict[str, str]:
+        """Headers of a request, as the service is to get them."""
+        return headers
+
+    def told(self, headers: dict[str, str]) -> dict[str, str]:
+        """Headers of an answer, as who has asked is to get them."""
+        return headers
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -145,6 +157,7 @@ class Proxy:
             path = re.sub(r"^https?://[^/]*", "", asked.path)
             given = {k.lower(): v for k, v in asked.headers.items()}
             sent = {k: v for k, v in given.items() if k not in self.stripped}
+            sent = self.sent(sent)
             if path != asked.path:
                 sent["host"] = self._target
             service.request(asked.command, path, body or None, sent)
@@ -156,7 +169,7 @@ class Proxy:
         if harm == "veil" and answer.status == 404:
             self._answer(asked, 403, {}, b"<Error><Code>AccessDenied</Code></Error>")
             return
-        headers = dict(answer.getheaders())
+        headers = self.told(dict(answer.getheaders()))
         self._answer(asked, answer.status, headers, data, cut=harm == "truncate")
 
     def _answer(
@@ -184,6 +197,58 @@ class Proxy:
             asked.wfile.write(data[: len(data) // 2] if cut else data)
         asked.wfile.flush()
         asked.close_connection |= cut
+
+
+class GoogleProxy(Proxy):
+    """Speaks as Google Cloud Storage does, before a service like S3.
+
+    The one's XML differs from the other's in how conditions and copies are asked for: by the number
+    of what was read, of which this keeps what the service calls it. And nobody deletes what is not
+    there.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._tags = {0: ""}
+        super().__init__(target)
+
+    def sent(self, headers: dict[str, str]) -> dict[str, str]:
+        headers |= _SIGNED
+        number = headers.pop("x-goog-if-generation-match", None)
+        if number == "0":
+            headers["if-none-match"] = "*"
+        elif number is not None:
+            headers["if-match"] = self._tags[int(number)]
+        source = headers.pop("x-goog-copy-source", None)
+        if source is not None:
+            headers["x-amz-copy-source"] = source
+        return headers
+
+    def _pass(self, asked: http.server.BaseHTTPRequestHandler) -> None:
+        # Of the bucket's name what is no letter comes quoted.
+        asked.path = re.sub(
+            r"^/[^/?]*", lambda found: urllib.parse.unquote(found[0]), asked.path
+        )
+        if asked.command == "DELETE":
+            with contextlib.closing(
+                http.client.HTTPConnection(self._target)
+            ) as service:
+                service.request("HEAD", asked.path, headers=_SIGNED)
+                if service.getresponse().status == 404:
+                    self._answer(
+                        asked, 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
+                    )
+                    return
+        super()._pass(asked)
+
+    def told(self, headers: dict[str, str]) -> dict[str, str]:
+        tag = next((v for k, v in headers.items() if k.lower() == "etag"), None)
+        if tag is not None:
+            with self._lock:
+                known = {tag: number for number, tag in self._tags.items()}
+                number = known.setdefault(tag, len(self._tags))
+                self._tags[number] = tag
+            headers["x-goog-generation"] = str(number)
+        return headers
 
 
 def _kind(command: str, path: str) -> str:

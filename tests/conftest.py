@@ -74,12 +74,12 @@ import cnr_jax as cnr  # noqa: E402
 from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
 from cnr_jax.repository.store import bucket_clients  # noqa: E402
-from cnr_jax.repository.store.objects import ObjectStore  # noqa: E402
+from cnr_jax.repository.store.local import LocalStore  # noqa: E402
 from cnr_jax.rows.fingerprints import rotation, watch  # noqa: E402
 from cnr_jax.testing import inprocess  # noqa: E402
 from cnr_jax.testing.faults import LOOKS, Call, Fault  # noqa: E402
 
-from .bucket_proxy import KEY, SECRET, Proxy  # noqa: E402
+from .bucket_proxy import KEY, SECRET, GoogleProxy, Proxy  # noqa: E402
 
 # No test may fail because the machine has other work.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -493,6 +493,18 @@ def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 
 @pytest.fixture
+def google(
+    s3: str, make_bucket: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[epath.Path]:
+    """An empty bucket of a service on loopback that speaks like Google Cloud Storage."""
+    made, name = GoogleProxy(s3), f"bucket-{secrets.token_hex(8)}"
+    make_bucket(name)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.url)
+    yield epath.Path(f"gs://{name}")
+    made.close()
+
+
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests that fail are tried again for a moment only."""
     monkeypatch.setattr(bucket_clients, "RETRY_SECS", 2)
@@ -554,9 +566,8 @@ def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def seldom_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Roots are taken for those of a storage service: listed only where that is needed."""
-    monkeypatch.setattr(
-        "cnr_jax.repository.upkeep.writer.can", lambda _: ObjectStore.can
-    )
+    seldom = dataclasses.replace(LocalStore.can, cheap_looks=False)
+    monkeypatch.setattr("cnr_jax.repository.upkeep.writer.can", lambda _: seldom)
 
 
 @pytest.fixture

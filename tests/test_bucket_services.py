@@ -21,7 +21,7 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.store import bucket_clients, store_of
+from cnr_jax.repository.store import bucket_clients, s3_clients, store_of
 
 from .bucket_proxy import KEY, SECRET, Proxy
 from .conftest import case_of, each_of, free_port
@@ -379,7 +379,7 @@ def test_keys_of_a_token_that_is_renewed_are_taken_up(
     token = tmp_path / "token"
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/trainer")
-    monkeypatch.setattr(bucket_clients, "_KEYS_SECS", 0)  # they are old at once
+    monkeypatch.setattr(s3_clients, "_KEYS_SECS", 0)  # they are old at once
     bucket_clients._new_client.cache_clear()
     keys = set[str]()
     for each in ("one", "two"):

@@ -31,7 +31,13 @@ from cnr_jax.repository import markers
 from cnr_jax.repository.causes import causes
 from cnr_jax.repository.committer import Attempt, ConditionalCommitter
 from cnr_jax.repository.markers import is_committed
-from cnr_jax.repository.store import bucket_clients, buckets, names_in, store_of
+from cnr_jax.repository.store import (
+    bucket_clients,
+    buckets,
+    names_in,
+    s3_clients,
+    store_of,
+)
 
 from . import bucket_program
 from .bucket_proxy import KEY, SECRET, Proxy
@@ -482,7 +488,7 @@ def test_one_attempt_at_a_time_holds_a_folder(root: epath.Path) -> None:
 
 @pytest.mark.parametrize("commits", [True, False], ids=["commits", "takes over"])
 def test_of_a_commit_and_a_takeover_only_one_takes_place(
-    root: epath.Path, monkeypatch: pytest.MonkeyPatch, commits: bool
+    root: epath.Path, commits: bool
 ) -> None:
     """Who is first, when the other has looked already and is about to act."""
     committer, store = ConditionalCommitter(lambda: None), store_of(root)
@@ -492,7 +498,7 @@ def test_of_a_commit_and_a_takeover_only_one_takes_place(
     store.write(rows, b"of the first", replaces=False)
 
     def swap(*args: Any) -> Any:
-        monkeypatch.undo()
+        patch.undo()
         if commits:
             committer.publish(first, [])
         else:
@@ -500,13 +506,14 @@ def test_of_a_commit_and_a_takeover_only_one_takes_place(
             store.write(rows, b"of the second", replaces=False)
         return real(*args)
 
-    monkeypatch.setattr(type(store), "swap", swap)
-    if commits:
-        with pytest.raises(errors.DependentsExistError, match=r"is there already"):
-            committer.prepare(second, [])
-    else:
-        with pytest.raises(errors.WriterError, match=r"another attempt .* holds"):
-            committer.publish(first, [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store), "swap", swap)
+        if commits:
+            with pytest.raises(errors.DependentsExistError, match=r"is there already"):
+                committer.prepare(second, [])
+        else:
+            with pytest.raises(errors.WriterError, match=r"another attempt .* holds"):
+                committer.publish(first, [])
     assert committer.is_published(first) is commits is is_committed(root / "5")
     assert store.read(rows) == (b"of the first" if commits else b"of the second")
 
@@ -930,7 +937,7 @@ def test_new_keys_of_a_profile_are_taken_up(
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         monkeypatch.delenv(f"AWS_{name}")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
-    monkeypatch.setattr(bucket_clients, "_KEYS_SECS", 0)  # they are old at once
+    monkeypatch.setattr(s3_clients, "_KEYS_SECS", 0)  # they are old at once
     for key in ("OLDKEY", "NEWKEY"):
         (tmp_path / "keys").write_text(
             f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n"

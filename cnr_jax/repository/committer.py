@@ -141,53 +141,6 @@ class RenameCommitter:
         self._discard(_temporary(attempt))
 
 
-class MarkerCommitter:
-    """Commits by Orbax's file in the folder of the step, which is put there last.
-
-    Args:
-        check_claim: raises if the root was taken over: another writer may use the same folder.
-        mode: of the folders that are made; None: as the system makes them.
-    """
-
-    def __init__(
-        self, check_claim: Callable[[], None], mode: int | None = None
-    ) -> None:
-        self._check_claim, self._mode = check_claim, mode
-
-    def folder(self, attempt: Attempt) -> AnyPath:
-        return attempt.path
-
-    def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
-        if is_committed(attempt.path):
-            raise _taken(attempt)
-        # What an earlier attempt has left, whose writers have ended.
-        self._clear(attempt)
-        _make(attempt.path, items, self._mode)
-
-    def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
-        if is_committed(attempt.path):
-            raise _taken(attempt)
-        sync_tree(attempt.path, but=durable)
-        sync_directory(attempt.root)
-        write_durably(attempt.path / names.ORBAX_COMMITTED, attempt.nonce.encode())
-
-    def settle(self, attempt: Attempt) -> None:
-        sync_directory(attempt.path)
-        sync_directory(attempt.root)
-
-    def is_published(self, attempt: Attempt) -> bool:
-        return _is_marked(attempt)
-
-    def abandon(self, attempt: Attempt) -> None:
-        self._check_claim()
-        if not is_committed(attempt.path):
-            self._clear(attempt)
-
-    def _clear(self, attempt: Attempt) -> None:
-        for error in store_of(attempt.path).remove_tree(attempt.path):
-            raise error
-
-
 class ConditionalCommitter:
     """Commits by a swap of the file that says which attempt holds the folder.
 
@@ -267,9 +220,7 @@ def committer_for(
     """
     if can(root).renames:
         return RenameCommitter(discard, mode)
-    if can(root).conditions:
-        return ConditionalCommitter(check_claim)
-    return MarkerCommitter(check_claim, mode)
+    return ConditionalCommitter(check_claim)
 
 
 def _noted(attempt: Attempt) -> bytes:
@@ -324,7 +275,7 @@ def _taken(attempt: Attempt) -> errors.DependentsExistError:
     held, hint = "a file", "save another step, or move that folder out of the root"
     if is_directory(attempt.path):
         held = ", ".join(names_in(attempt.path)[:5]) or "an empty folder"
-    if can(attempt.path).conditions:
+    if not can(attempt.path).renames:
         hint = (
             "let one program at a time save there. To go on in this one: reload(), then"
             " restore(None), which takes the newest step of both; or save another step"

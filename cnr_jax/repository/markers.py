@@ -12,7 +12,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax.format import names
-from cnr_jax.repository.store import AnyPath, can, exists, read_all, store_of
+from cnr_jax.repository.store import AnyPath, exists, read_all, store_of
 
 _COMMITTED = b" committed"
 # Orbax's file where ours commits. Who puts it may have slept until the step was removed.
@@ -47,8 +47,8 @@ def is_committed(step: AnyPath, held: Collection[str] | None = None) -> bool:
         OSError: if that cannot be seen.
     """
     # The likelier one first: each look is a request.
-    markers = names.MARKERS if can(step).conditions else reversed(names.MARKERS)
-    return any(_commits(step / m) for m in markers if held is None or m in held)
+    found = (m for m in names.MARKERS if held is None or m in held)
+    return any(_commits(step / marker) for marker in found)
 
 
 def _commits(marker: AnyPath) -> bool:
@@ -84,9 +84,8 @@ def show_alone(root: AnyPath, directory: str, left: Collection[str]) -> None:
     """
     with ThreadPoolExecutor(_AT_ONCE, "cnr_hide") as pool:
         list(pool.map(_hide, (root / name for name in left)))
-    if can(root).conditions:  # else that is what has committed it
-        marker = root / directory / names.ORBAX_COMMITTED
-        store_of(root).write(marker, _FOLLOWS, replaces=True)
+    marker = root / directory / names.ORBAX_COMMITTED
+    store_of(root).write(marker, _FOLLOWS, replaces=True)
 
 
 def _hide(step: AnyPath) -> None:

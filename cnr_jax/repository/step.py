@@ -120,13 +120,13 @@ def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "not
         OSError: if that cannot be seen.
     """
     step = root / directory
-    kept, is_branched = can(root), names.branch_number(directory) > 0
-    if kept.renames or not (kept.conditions or is_branched) or is_committed(step):
+    if can(root).renames or is_committed(step):
         return "step"
     held = names_in(step)
     if {*held} <= {names.ORBAX_COMMITTED}:
         return "nothing"
-    return "attempt" if is_branched or names.ATTEMPT in held else "step"
+    is_attempt = names.ATTEMPT in held or names.branch_number(directory) > 0
+    return "attempt" if is_attempt else "step"
 
 
 def sorted_out(

@@ -15,10 +15,11 @@ import concurrent.futures
 import contextvars
 import dataclasses
 import secrets
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ from cnr_jax.format.names import ORBAX_COMMITTED, REMOVED_MARK, TEMPORARY_SUFFIX
 from cnr_jax.repository.committer import (
     Attempt,
     Committer,
-    MarkerCommitter,
     RenameCommitter,
 )
+from cnr_jax.repository.store import sync_directory, write_durably
 from cnr_jax.repository.upkeep.removal import Remover
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.interrupts import interrupting
@@ -159,6 +160,39 @@ class Work:
         return lambda save, *given: getattr(save.files, name)(save, *given)
 
 
+class MarkedFolders:
+    """A committer of folders that have their final names, committed by a file, as in a service."""
+
+    def folder(self, attempt: Attempt) -> Any:
+        return attempt.path
+
+    def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
+        if (attempt.path / ORBAX_COMMITTED).exists():
+            raise self._taken(attempt)
+        shutil.rmtree(attempt.path, ignore_errors=True)
+        for path in (attempt.path, *(attempt.path / item for item in items)):
+            path.mkdir()
+
+    def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
+        if (attempt.path / ORBAX_COMMITTED).exists():
+            raise self._taken(attempt)
+        write_durably(attempt.path / ORBAX_COMMITTED, attempt.nonce.encode())
+
+    def settle(self, attempt: Attempt) -> None:
+        sync_directory(attempt.root)
+
+    def is_published(self, attempt: Attempt) -> bool:
+        marker = attempt.path / ORBAX_COMMITTED
+        return marker.exists() and marker.read_text() == attempt.nonce
+
+    def abandon(self, attempt: Attempt) -> None:
+        if not (attempt.path / ORBAX_COMMITTED).exists():
+            shutil.rmtree(attempt.path, ignore_errors=True)
+
+    def _taken(self, attempt: Attempt) -> errors.DependentsExistError:
+        return errors.DependentsExistError(f"got {ORBAX_COMMITTED} in {attempt.path}")
+
+
 class Writer:
     """One process that saves to a root, and keeps its two newest steps."""
 
@@ -178,7 +212,7 @@ class Writer:
         self.committer: Committer = (
             RenameCommitter(self.remover.discard)
             if kind == "rename"
-            else MarkerCommitter(lambda: None)
+            else MarkedFolders()
         )
         self.pipeline = SavePipeline[Saved](
             self.committer, channel or Channel(30.0), Work(), most
@@ -207,7 +241,7 @@ class Writer:
         return self.steps()[: -self.kept]
 
     def remove(self, step: int) -> None:
-        if isinstance(self.committer, MarkerCommitter):
+        if isinstance(self.committer, MarkedFolders):
             (self.root / str(step) / ORBAX_COMMITTED).unlink()
         self.remover.remove(str(step))
 

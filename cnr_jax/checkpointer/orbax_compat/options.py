@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from cnr_jax import errors
 from cnr_jax.repository.committer import Committer, committer_for
-from cnr_jax.repository.store import AnyPath, can
+from cnr_jax.repository.store import AnyPath
 
 
 def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions:
@@ -60,13 +60,8 @@ def check_deletion(root: AnyPath, options: ocp.CheckpointManagerOptions) -> None
     """
     if options.todelete_full_path is None:
         return
-    where = (
-        "is not taken: steps in buckets are deleted"
-        if not can(root).renames
-        else "works in gs:// only, which this root is not"
-    )
     raise errors.OptionError(
-        f"todelete_full_path {where}\n"
+        "todelete_full_path is not taken: steps that go are deleted\n"
         f"  got {options.todelete_full_path!r} for {root}\n"
         "  hint: todelete_subdir keeps removed steps in a folder of a local root"
     )

@@ -119,7 +119,7 @@ class Steps:
 
     def _found(self, left: Collection[str]) -> list[Any]:
         """Steps as Orbax finds them; where it knows of no commits, those that are committed."""
-        is_known = can(self.root).paths and not can(self.root).conditions
+        is_known = can(self.root).paths
         if is_known and not exists(self.root):
             return []
         by_orbax = list(self._names.find_all(self.root)) if is_known else []

@@ -69,7 +69,7 @@ class Catalogue:
 def read(root: AnyPath) -> Catalogue:
     """The catalogue of a root, which tells of no step where it is not right, or not needed."""
     found = Catalogue()
-    if not can(root).conditions:
+    if can(root).renames:
         return found
     path = root / names.CATALOGUE
     try:

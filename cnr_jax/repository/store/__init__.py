@@ -21,7 +21,6 @@ from cnr_jax.repository.store.base import FileLock as FileLock
 from cnr_jax.repository.store.base import Store as Store
 from cnr_jax.repository.store.buckets import BucketStore
 from cnr_jax.repository.store.local import LocalStore
-from cnr_jax.repository.store.objects import ObjectStore
 from cnr_jax.repository.store.once import asking_once as asking_once
 from cnr_jax.texts import logger
 
@@ -30,8 +29,8 @@ _PART_BYTES = 64 << 10  # of a small file, read at once
 _LOCAL = LocalStore()
 # By the scheme of a URL: a new kind of storage is a module beside these, and a line here.
 REMOTE: dict[str, Store] = {
-    "gs": ObjectStore("gs", "gcsfs"),
-    "s3": BucketStore("s3"),
+    "gs": BucketStore(),
+    "s3": BucketStore(),
 }
 
 

@@ -28,13 +28,13 @@ class Capabilities:
     """What a kind of storage can do.
 
     Attributes:
-        renames: a folder gets another name at once, with all that is in it.
+        renames: a folder gets another name at once, with all that is in it. Elsewhere a file can
+            be written on the condition that nothing is there, or what was read before.
         locks: a file can be locked, and the lock goes with the process that holds it; not every
             file system can, which trying shows.
         appends: files can grow.
         cheap_looks: whether a file is there, and its size, costs next to nothing; elsewhere each
             look is a request.
-        conditions: a file can be written if nothing is there, or what was read before.
         paths: paths of `etils` reach it, and with them Orbax.
     """
 
@@ -42,7 +42,6 @@ class Capabilities:
     locks: bool
     appends: bool
     cheap_looks: bool
-    conditions: bool
     paths: bool
 
 
@@ -213,7 +212,7 @@ class Store(Protocol):
 
         Raises:
             FileExistsError: if another is there that is not to be replaced; only where the store
-                knows conditions.
+                does not rename.
         """
         ...
 

@@ -24,7 +24,6 @@ from cnr_jax.repository.store.base import AnyPath, Capabilities, Objects
 
 # Puts under a condition are not tried again by the client: what became of them is not known.
 _PUTS = 3
-_CONDITIONS = "does the service know If-Match and If-None-Match? Else use another one"
 # What is read of an object at a time, where it is not read as a whole.
 _BLOCK_BYTES = 1 << 20
 # Objects copied at a time, and fetched.
@@ -32,23 +31,15 @@ _COPIES, _AT_ONCE = 8, 16
 
 
 class BucketStore(Objects):
-    """Objects of buckets of one kind, which have names like files of a folder.
-
-    Args:
-        scheme: of the URLs, such as `"s3"`.
-    """
+    """Objects of buckets, which have names like files of a folder."""
 
     can = Capabilities(
         renames=False,
         locks=False,
         appends=False,
         cheap_looks=False,
-        conditions=True,
         paths=False,
     )
-
-    def __init__(self, scheme: str) -> None:
-        self._scheme = scheme
 
     # Looks.
 
@@ -122,9 +113,9 @@ class BucketStore(Objects):
     # Reading and writing files.
 
     def open_file(self, path: AnyPath) -> BinaryIO:
-        bucket, key = _split(path)
+        _, key = _split(path)
         found = bucket_clients.asked(
-            path, lambda: bucket_clients.client_of(bucket).get(key)
+            path, lambda: bucket_clients.client_of(path).get(key)
         )
         return io.BufferedReader(_Stream(path, found), _BLOCK_BYTES)
 
@@ -134,11 +125,11 @@ class BucketStore(Objects):
         return self._read(path)[0] if found is None else found
 
     def read_end(self, path: AnyPath, count: int) -> bytes:
-        bucket, key = _split(path)
+        _, key = _split(path)
         options: Any = {"range": {"suffix": count}}
         got = bucket_clients.asked(
             path,
-            lambda: bucket_clients.client_of(bucket).get(key, options=options).bytes(),
+            lambda: bucket_clients.client_of(path).get(key, options=options).bytes(),
         )
         return bytes(got)
 
@@ -148,10 +139,10 @@ class BucketStore(Objects):
             # Whoever else may write there has not written this.
             self.write_new(path, data)
             return
-        bucket, key = _split(path)
+        _, key = _split(path)
         # Not in parts, which would be left where a program is killed.
         bucket_clients.asked(
-            path, bucket_clients.client_of(bucket).put, key, data, use_multipart=False
+            path, bucket_clients.client_of(path).put, key, data, use_multipart=False
         )
 
     def write_new(self, path: AnyPath, data: bytes) -> None:
@@ -168,12 +159,12 @@ class BucketStore(Objects):
 
     def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
         once.forget()
-        bucket, key = _split(path)
+        _, key = _split(path)
         mode: Any = "create" if version is None else version
         last = time.monotonic() + bucket_clients.RETRY_SECS
         for left in reversed(range(_PUTS)):
             try:
-                put = bucket_clients.client_of(bucket).put
+                put = bucket_clients.client_of(path).put
                 done = bucket_clients.asked(
                     path, put, key, data, mode=mode, use_multipart=False
                 )
@@ -194,7 +185,8 @@ class BucketStore(Objects):
                     raise
                 left = left and time.monotonic() < last
                 if not left and isinstance(error, FileExistsError):
-                    text = f"a condition is said not to hold that holds; hint: {_CONDITIONS}"
+                    hint = bucket_clients.service_of(path).CONDITIONS_HINT
+                    text = f"a condition is said not to hold that holds; hint: {hint}"
                     raise StoreError(
                         bucket_clients.NO_ANSWER, text, os.fspath(path)
                     ) from None
@@ -221,7 +213,7 @@ class BucketStore(Objects):
         def copy(key: str) -> None:
             bucket_clients.asked(
                 path,
-                bucket_clients.client_of(bucket).copy,
+                bucket_clients.client_of(path).copy,
                 key,
                 goal + key[len(source) :],
             )
@@ -234,9 +226,9 @@ class BucketStore(Objects):
 
     def remove_file(self, path: AnyPath) -> None:
         once.forget()
-        bucket, key = _split(path)
+        _, key = _split(path)
         with contextlib.suppress(FileNotFoundError):
-            bucket_clients.asked(path, bucket_clients.client_of(bucket).delete, key)
+            bucket_clients.asked(path, bucket_clients.client_of(path).delete, key)
 
     def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
         try:
@@ -270,11 +262,17 @@ class BucketStore(Objects):
         return [m for m in markers if m in keys], [k for k in keys if k not in markers]
 
     def _delete(self, path: AnyPath, keys: list[str]) -> None:
-        """Deletes objects, a thousand by one request."""
+        """Deletes objects, a thousand by one request where the service has such."""
         once.forget()
-        bucket, _ = _split(path)
-        if keys:
-            bucket_clients.asked(path, bucket_clients.client_of(bucket).delete, keys)
+        client = bucket_clients.client_of(path)
+        try:
+            if keys:
+                bucket_clients.asked(path, client.delete, keys)
+        except FileNotFoundError:
+            # Where each is a request, one that is gone may have kept others from being made.
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    bucket_clients.asked(path, client.delete, key)
 
     # TensorStore.
 
@@ -287,10 +285,10 @@ class BucketStore(Objects):
     # Requests.
 
     def _read(self, path: AnyPath) -> tuple[bytes, Any]:
-        bucket, key = _split(path)
+        _, key = _split(path)
 
         def get() -> tuple[bytes, Any]:
-            found = bucket_clients.client_of(bucket).get(key)
+            found = bucket_clients.client_of(path).get(key)
             return bytes(found.bytes()), _version(found.meta)
 
         return bucket_clients.asked(path, get)
@@ -303,8 +301,8 @@ class BucketStore(Objects):
             return None
 
     def _headed(self, path: AnyPath) -> Any:
-        bucket, key = _split(path)
-        return bucket_clients.asked(path, bucket_clients.client_of(bucket).head, key)
+        _, key = _split(path)
+        return bucket_clients.asked(path, bucket_clients.client_of(path).head, key)
 
     def _has_below(self, path: AnyPath) -> bool:
         if (held := once.known("listing", path.parent)) is not None:
@@ -315,10 +313,10 @@ class BucketStore(Objects):
 
     def _below(self, path: AnyPath, *, first: bool = False) -> list[Any]:
         """All objects below a name, by their keys; or only the first ones."""
-        bucket, key = _split(path)
+        _, key = _split(path)
 
         def pages() -> list[Any]:
-            found = bucket_clients.client_of(bucket).list(key or None)
+            found = bucket_clients.client_of(path).list(key or None)
             return list(itertools.islice(found, 1) if first else found)
 
         return [each for page in bucket_clients.asked(path, pages) for each in page]
@@ -328,9 +326,9 @@ class BucketStore(Objects):
         return once.once("listing", folder, lambda: self._listed(folder))
 
     def _listed(self, folder: AnyPath) -> tuple[list[str], list[str]]:
-        bucket, key = _split(folder)
+        _, key = _split(folder)
         found = bucket_clients.asked(
-            folder, bucket_clients.client_of(bucket).list_with_delimiter, key or None
+            folder, bucket_clients.client_of(folder).list_with_delimiter, key or None
         )
         folders = [each.rpartition("/")[2] for each in found["common_prefixes"]]
         return folders, [each["path"].rpartition("/")[2] for each in found["objects"]]

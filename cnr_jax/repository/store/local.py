@@ -58,7 +58,6 @@ class LocalStore(Streams):
         locks=fcntl is not None,
         appends=True,
         cheap_looks=True,
-        conditions=False,
         paths=True,
     )
 

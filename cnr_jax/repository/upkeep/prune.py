@@ -152,7 +152,7 @@ def prune(
 
     Raises:
         NoStepError: if there is no such folder, or no step in it restores: then nothing goes.
-        OptionError: if it is no root, or one of `gs://`, or a number is not positive.
+        OptionError: if it is no root, or a number is not positive.
         WriterError: if a manager that may still be running saves there; nothing was deleted.
         RootError: if the root cannot be read or written, or something in it cannot be removed: it
             is there as before, with what it rests on. It is an OSError.
@@ -209,13 +209,8 @@ def _item_of(root: store.AnyPath, item: str | None) -> str:
 
     Raises:
         NoStepError: if there is no such folder.
-        OptionError: if it is no root, or one of `gs://`.
+        OptionError: if it is no root.
     """
-    if not store.can(root).renames and not store.can(root).conditions:
-        raise errors.OptionError(
-            f"{root} is in a storage service where it cannot be seen who else saves there\n"
-            "  hint: manager.delete(step), the newest first"
-        )
     layout.check_can_be_read(root, item)
     found = item or find_item(root)
     if found is None:

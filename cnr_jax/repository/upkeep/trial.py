@@ -24,7 +24,7 @@ def check_conditions(root: AnyPath) -> None:
         OptionError: if it is not.
         OSError: if the store fails.
     """
-    if not can(root).conditions:
+    if can(root).renames:
         return
     store = store_of(root)
     probe = root / names.replacing(names.WRITER, secrets.token_hex(4))

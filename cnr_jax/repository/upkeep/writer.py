@@ -251,7 +251,7 @@ class RootWriter:
                     kind="writer_busy",
                 )
             # Else whoever prepares the folder of the save asks that, while training goes on.
-            if not can(root).conditions or self._doubtful or self._unfinished.any:
+            if can(root).renames or self._doubtful or self._unfinished.any:
                 self._claim.check()
         except BaseException:
             self.end_writing()
@@ -379,7 +379,7 @@ class RootWriter:
             if not self._claim.is_taken:
                 # That of another manager, or of before a reload.
                 root = self._known()[0]
-                if can(root).conditions:
+                if not can(root).renames:
                     store_of(root).remove_file(root / names.CATALOGUE)
             elif named:
                 self._claim.begin_epoch()
