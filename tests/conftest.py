@@ -1,6 +1,6 @@
 """Eight CPU devices for every test, set before jax starts, and temporary files in memory.
 
-What is compiled is shared by all processes of a run.
+What is compiled is shared by all processes of a run, and compiled quickly.
 """
 
 from __future__ import annotations
@@ -12,6 +12,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+
+# Most of the time of a run is compiling, for tables of a few rows: XLA makes the same programs in
+# four fifths of the time where it optimises little. `CNR_OPTIMIZED=1` leaves all to XLA, as users
+# do.
+_LEVEL = "--xla_backend_optimization_level"
+if not os.environ.get("CNR_OPTIMIZED") and _LEVEL not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += f" {_LEVEL}=0"
 
 # Thousands of tiny saves spend most of their time on syncing, and no power fails in a test. Where
 # memory is short or runs no programs, and where TMPDIR says otherwise, files go to disk as ever.
@@ -35,9 +42,9 @@ def _has_room() -> bool:
 if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK) and _has_room():
     os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
 
-# Most of the time of a run is compiling, much of it of the same programs in each process that runs
-# tests, and in each that a test starts. The folder is made by the process that starts the others,
-# new for each run, and goes with it. What is found there counts as compiled to whoever counts.
+# Much of what is compiled is the same in each process that runs tests, and in each that a test
+# starts. The folder is made by the process that starts the others, new for each run, and goes with
+# it. What is found there counts as compiled to whoever counts.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="cnr_jax_compiled_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
