@@ -27,20 +27,10 @@ from cnr_jax.goodput import (
     simulate_job,
 )
 
-# A model of 40 GB on a store of 0.4 GB/s, as a user says it.
-LARGE = Profile(
-    step=Seconds(fixed=0.5),
-    blocking=Seconds(fixed=0.05, per_byte=1e-10),
-    write=Seconds(fixed=0.5, per_byte=2.5e-9),
-    restore=Seconds(fixed=5, per_byte=1e-9),
-    restart_secs=90,
-    contention=0.05,
-    full_bytes=6e9,
-    plain_bytes=40e9,
-    dense_bytes=5e7,
-    changed_bytes=1e7,
-    exponent=0.7,
-)
+from .profiles import LARGE
+
+# With longer steps.
+SLOW = dataclasses.replace(LARGE, step=Seconds(fixed=0.5))
 MEASURED = {
     name: Seconds(fixed=fixed, low=0.7, high=1.5, samples=samples)
     for name, fixed, samples in (("step", 0.5, 30), ("blocking", 1.0, 40))
@@ -55,7 +45,7 @@ TRACES = [
 ]
 
 
-def advised(profile: Profile = LARGE, trace: Failures = TRACE, **given: Any) -> Advice:
+def advised(profile: Profile = SLOW, trace: Failures = TRACE, **given: Any) -> Advice:
     found = cnr.advise(profile, trace, **{"job_hours": 200, **given})
     assert found is not None
     return found
@@ -66,17 +56,17 @@ def test_no_plan_that_is_simulated_does_much_better(trace: Failures) -> None:
     budget = 0.03
 
     def simulated(plan: Any) -> float:
-        return simulate_job(LARGE, trace, plan).goodput
+        return simulate_job(SLOW, trace, plan).goodput
 
     others = [
-        simulated(plan_of(LARGE, every, policy))
+        simulated(plan_of(SLOW, every, policy))
         for every in (20, 60, 180, 540, 1620)
         for policy in (cnr.Intermittent(), cnr.Consecutive(20), cnr.Full())
     ]
-    assert simulated(advised_plan(LARGE, trace, budget)) >= 0.995 * max(others)
+    assert simulated(advised_plan(SLOW, trace, budget)) >= 0.995 * max(others)
     # And of plain full saves those with the best interval.
-    plain = best_plan(LARGE, trace, lambda every: plain_plan(LARGE, every), budget=1)
-    grid = [simulated(plain_plan(LARGE, every)) for every in (100, 300, 900, 2700)]
+    plain = best_plan(SLOW, trace, lambda every: plain_plan(SLOW, every), budget=1)
+    grid = [simulated(plain_plan(SLOW, every)) for every in (100, 300, 900, 2700)]
     assert simulated(plain) >= 0.995 * max(grid)
 
 
@@ -84,7 +74,7 @@ def test_figures_are_those_of_the_plan() -> None:
     found = advised()
     best = found.best
     policy = best.policy
-    run = simulate_job(LARGE, TRACE, plan_of(LARGE, best.every, policy))
+    run = simulate_job(SLOW, TRACE, plan_of(SLOW, best.every, policy))
     assert best.goodput.value == pytest.approx(run.goodput, rel=0.01)
     assert best.interval_secs.value == pytest.approx(
         best.every * 0.5 * (1 + best.slowdown.value)
@@ -104,7 +94,7 @@ def test_figures_are_those_of_the_plan() -> None:
 def test_references_are_the_published_formulas() -> None:
     # Saves that cost 2 s and are written at once.
     simple = dataclasses.replace(
-        LARGE,
+        SLOW,
         blocking=Seconds(fixed=2),
         write=Seconds(fixed=0),
         contention=0,
@@ -133,7 +123,7 @@ def test_ranges_widen_with_what_is_not_known() -> None:
     narrow = advised().best
     assert narrow.slowdown.low == pytest.approx(narrow.slowdown.high)
     assert narrow.goodput.low < narrow.goodput.value < narrow.goodput.high
-    wide = advised(dataclasses.replace(LARGE, **MEASURED))
+    wide = advised(dataclasses.replace(SLOW, **MEASURED))
     low, high = wide.best.slowdown.low, wide.best.slowdown.high
     assert low < 0.8 * wide.best.slowdown.value < 1.2 * wide.best.slowdown.value < high
     # It rests on as many saves as the least known of its figures.
@@ -148,7 +138,7 @@ def test_ranges_widen_with_what_is_not_known() -> None:
 
 
 def test_a_second_best_within_the_range_is_called_that() -> None:
-    near = advised(dataclasses.replace(LARGE, **MEASURED), job_hours=5)
+    near = advised(dataclasses.replace(SLOW, **MEASURED), job_hours=5)
     assert near.is_close
     assert ", which is within the range of the best" in str(near)
     far = dataclasses.replace(advised(), second=near.second)
@@ -195,7 +185,7 @@ def test_the_lines_to_paste_are_options_that_there_are() -> None:
 def test_saves_in_flight_are_advised_where_they_are_known_to_pay() -> None:
     # Storage that answers late: a save takes a minute, alone or beside others.
     late = dataclasses.replace(
-        LARGE, write=Seconds(fixed=60), in_flight=(1.0, 1.0, 1.0), contention=0
+        SLOW, write=Seconds(fixed=60), in_flight=(1.0, 1.0, 1.0), contention=0
     )
     often = Failures.drawn(node_mtbf_hours=0.2, hours=40, seed=1)
     found = advised(late, often, budget=0.05)
@@ -222,11 +212,11 @@ def test_saves_in_flight_are_advised_where_they_are_known_to_pay() -> None:
 
 def test_too_few_saves_advise_nothing() -> None:
     for name in ("step", "blocking", "write"):
-        few = dataclasses.replace(getattr(LARGE, name), samples=4)
-        profile = dataclasses.replace(LARGE, **{name: few})
+        few = dataclasses.replace(getattr(SLOW, name), samples=4)
+        profile = dataclasses.replace(SLOW, **{name: few})
         assert cnr.advise(profile, TRACE, job_hours=10) is None
-    few = dataclasses.replace(LARGE.restore, samples=4)
-    found = advised(dataclasses.replace(LARGE, restore=few))
+    few = dataclasses.replace(SLOW.restore, samples=4)
+    found = advised(dataclasses.replace(SLOW, restore=few))
     assert "taken for granted: restores read as fast as saves are written" in str(found)
     assert found.best.restart_secs.value != advised().best.restart_secs.value
 
@@ -243,11 +233,11 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 
 def test_the_command_says_the_same(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps(LARGE.asdict()))
+    profile.write_text(json.dumps(SLOW.asdict()))
     words = ["advise", str(profile), "--failures", "exponential:300", "--nodes", "100"]
     words += ["--job-hours", "90", "--slowdown", "0.02", "--restart-secs", "60"]
     drawn = Failures.drawn(node_mtbf_hours=300, nodes=100, hours=400 * 3.0)
-    known = dataclasses.replace(LARGE, restart_secs=60)
+    known = dataclasses.replace(SLOW, restart_secs=60)
     found = cnr.advise(known, drawn, job_hours=90, budget=0.02)
     assert found is not None
     result = CliRunner().invoke(app, words)
@@ -256,7 +246,7 @@ def test_the_command_says_the_same(tmp_path: Path) -> None:
     assert document["advice"] == json.loads(json.dumps(found.asdict()))
     assert Profile.fromdict(document["profile"]) == known
     few = dataclasses.replace(
-        LARGE, blocking=dataclasses.replace(LARGE.blocking, samples=2)
+        SLOW, blocking=dataclasses.replace(SLOW.blocking, samples=2)
     )
     profile.write_text(json.dumps(few.asdict()))
     result = CliRunner().invoke(app, words)

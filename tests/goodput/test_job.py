@@ -23,6 +23,8 @@ from cnr_jax.goodput import (
     simulate_job,
 )
 
+from .profiles import LARGE
+
 # Round numbers: a step takes a second, a save of whatever size holds up for one and is written
 # in three, a restart takes five and a restore two.
 ROUND = Profile(
@@ -34,20 +36,6 @@ ROUND = Profile(
     full_bytes=100,
     plain_bytes=1000,
     changed_bytes=1,
-)
-# As of a model of 40 GB on a store of 0.4 GB/s.
-LARGE = Profile(
-    step=Seconds(fixed=0.2),
-    blocking=Seconds(fixed=0.05, per_byte=1e-10),
-    write=Seconds(fixed=0.5, per_byte=2.5e-9),
-    restore=Seconds(fixed=5, per_byte=1e-9),
-    restart_secs=90,
-    contention=0.05,
-    full_bytes=6e9,
-    plain_bytes=40e9,
-    dense_bytes=5e7,
-    changed_bytes=1e7,
-    exponent=0.7,
 )
 TWO = Failures("two", ((0.0, 50.0), (60.0, 100.0)), 100.0)
 ONE = Failures("one", ((0.0, 1000.0),), 1000.0)
