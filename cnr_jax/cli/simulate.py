@@ -161,13 +161,12 @@ def _plans(
         plain_plan,
         plan_of,
     )
-    from cnr_jax.policy import Consecutive, Full, Intermittent
+    from cnr_jax.goodput.plans import POLICIES
 
     if found:
         own = [Plan(name, every, each) for name, each in found.schedules.items()]
     else:
-        policies = (Intermittent(), Consecutive(), Full())
-        own = [plan_of(profile, every, policy) for policy in policies]
+        own = [plan_of(profile, every, policy) for policy in POLICIES]
 
     def best_of_orbax(every: int) -> Plan:
         return plain_plan(profile, every, name="orbax, best")

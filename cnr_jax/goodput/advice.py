@@ -12,12 +12,11 @@ import numpy as np
 from cnr_jax.errors import OptionError
 from cnr_jax.goodput.failures import HOUR_SECS, Failures
 from cnr_jax.goodput.model import goodput_of, pace_of, stretches_of
-from cnr_jax.goodput.plans import Plan, plan_of
+from cnr_jax.goodput.plans import POLICIES, Plan, plan_of
 from cnr_jax.goodput.profile import Profile, Seconds
-from cnr_jax.policy import Consecutive, Full, Intermittent, Policy, bits_for
+from cnr_jax.policy import Policy, bits_for
 from cnr_jax.repository.description import aligned
 
-POLICIES: tuple[Policy, ...] = (Intermittent(), Consecutive(20), Full())
 # Intervals that are tried: each so many times the one before, then around the best of them.
 _COARSE, _FINE = 1.5, 1.06
 _LONGEST = 10_000_000

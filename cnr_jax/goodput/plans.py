@@ -8,9 +8,11 @@ import numpy as np
 
 from cnr_jax.errors import OptionError
 from cnr_jax.goodput.profile import Profile
-from cnr_jax.policy import Policy
+from cnr_jax.policy import Consecutive, Full, Intermittent, Policy
 from cnr_jax.simulation import Followed, Schedule
 
+# That plans are made of where none is named.
+POLICIES: tuple[Policy, ...] = (Intermittent(), Consecutive(20), Full())
 # Full saves, or else saves, after which the last cycle of a policy is taken for all that follow.
 _FULLS, _SAVES = 3, 300
 
