@@ -471,6 +471,10 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         start = importlib.import_module("object_stores").SERVERS[
             os.environ.get("CNR_S3_SERVER", "moto")
         ]
+        # Nobody else asks it: what fails is tried again at once.
+        patch.setattr(bucket_clients, "_PAUSE_SECS", 0.1)
+        patch.setattr(bucket_clients, "MEETING_SECS", 0.02)
+        bucket_clients._new_client.cache_clear()
         with start(str(tmp_path_factory.mktemp("service"))) as url:
             patch.setenv("AWS_ENDPOINT_URL", url)
             yield url

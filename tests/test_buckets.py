@@ -596,7 +596,7 @@ def test_a_swap_without_a_version_is_refused(root: epath.Path) -> None:
 
 def environment() -> dict[str, str]:
     found = [str(PROGRAM.parents[1]), *filter(None, sys.path)]
-    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(found)}
 
 
