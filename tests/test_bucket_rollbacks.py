@@ -455,7 +455,7 @@ class Machine(RuleBasedStateMachine):
     def go_back_and_save(self, index: int, seed: int) -> None:
         self.player.restore(index)
         self.train_and_save(seed, 1)
-        there = map(names.branch_number, names_in(self.player.root))
+        there = map(names.branch_generation, names_in(self.player.root))
         type(self).counts["branched"] += sum(map(bool, there))
 
     @rule(index=st.integers(0, 5))

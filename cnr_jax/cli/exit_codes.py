@@ -127,7 +127,7 @@ class Verbs(TyperGroup):
             told = error.format_message().replace(": Value error, ", ": ")
             message = f"{told}\n  hint: {hint}"
         except Exception as error:
-            kind, code, message = _told(error), code_of(error), str(error)
+            kind, code, message = _kind_of(error), code_of(error), str(error)
             if kind == "unexpected":
                 message = f"{type(error).__name__}: {message}\n  {_place_of(error)}"
         else:
@@ -140,7 +140,7 @@ class Verbs(TyperGroup):
         return code
 
 
-def _told(error: Exception) -> str:
+def _kind_of(error: Exception) -> str:
     """Kind of an error, as JSON documents name it."""
     if isinstance(error, errors.CnrError):
         return error.kind

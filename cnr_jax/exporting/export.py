@@ -187,7 +187,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
         "step": manifest.step,
         "uuid": manifest.uuid,
         "chain": [reader.manifest.step for reader in chain],
-        "leaves": {leaf.name: _told(leaf) for leaf in leaves},
+        "leaves": {leaf.name: _metadata(leaf) for leaf in leaves},
     }
     # Before anything is written, as what is damaged is to be known soon.
     if any(leaf.kind not in ("row", "text") for leaf in leaves):
@@ -221,7 +221,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
     )
 
 
-def _told(leaf: ExportedLeaf) -> dict[str, Any]:
+def _metadata(leaf: ExportedLeaf) -> dict[str, Any]:
     """Metadata of a leaf, as the export has them."""
     shape = {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
     return {**({} if leaf.kind == "text" else shape), "kind": leaf.kind, **leaf.told}

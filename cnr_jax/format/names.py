@@ -196,11 +196,11 @@ def plain(directory: str) -> str:
     return found["plain"] if found else directory
 
 
-def branch_number(directory: str) -> int:
+def branch_generation(directory: str) -> int:
     """Generation in the name of a step directory; 0 for a plain name, which is the oldest.
 
     Example:
-        >>> branch_number("1200.g2.branch"), branch_number("1200")
+        >>> branch_generation("1200.g2.branch"), branch_generation("1200")
         (2, 0)
     """
     found = _branched(directory)
@@ -217,7 +217,7 @@ def superseded(directories: Iterable[str]) -> set[str]:
     alike: dict[str, list[str]] = {}
     for name in directories:
         alike.setdefault(plain(name), []).append(name)
-    newest = (max(names, key=branch_number) for names in alike.values())
+    newest = (max(names, key=branch_generation) for names in alike.values())
     return {n for names in alike.values() for n in names}.difference(newest)
 
 

@@ -148,11 +148,11 @@ class Advice:
         )
         within = ", which is within the range of the best" if self.is_close else ""
         lines = [
-            f"save {_told(best)}",
+            f"save {_phrase(best)}",
             *aligned(rows, right={1, 2}),
             f"it rests on {rests}, and {self.expected_restores:.3g} failures in"
             f" {self.job_hours:,.4g} h",
-            f"second best: {_told(second)}, goodput {_share(second.goodput.value)}{within}",
+            f"second best: {_phrase(second)}, goodput {_share(second.goodput.value)}{within}",
             f"for reference: every {self.young:,} steps by Young's formula,"
             f" {self.daly:,} by Daly's",
             *(
@@ -428,7 +428,7 @@ def _assumed(profile: Profile, damage: float) -> Iterator[str]:
         yield "no restore finds a checkpoint damaged, so one full one is enough"
 
 
-def _told(choice: Choice) -> str:
+def _phrase(choice: Choice) -> str:
     several = f", {choice.in_flight} in flight" * (choice.in_flight > 1)
     return f"every {choice.every:,} steps, policy {choice.policy.name}{several}"
 

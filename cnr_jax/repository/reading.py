@@ -10,7 +10,7 @@ import numpy as np
 
 from cnr_jax import errors
 from cnr_jax.format.manifest import Manifest, TableEntry
-from cnr_jax.format.names import branch_number, step_number
+from cnr_jax.format.names import branch_generation, step_number
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.repository.causes import using_root
 from cnr_jax.repository.index.folders import Folder
@@ -254,7 +254,7 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
         )
     steps = {name: step_number(name) for name in step_directories(path)}
     ledger = None
-    if step is None or any(map(branch_number, steps)):
+    if step is None or any(map(branch_generation, steps)):
         ledger = Ledger.load(path, item)
         steps = {n: number for n, number in steps.items() if n not in ledger.left}
     named = [name for name, number in steps.items() if number == step]

@@ -125,7 +125,7 @@ def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "not
     held = names_in(step)
     if {*held} <= {names.ORBAX_COMMITTED}:
         return "nothing"
-    is_attempt = names.ATTEMPT in held or names.branch_number(directory) > 0
+    is_attempt = names.ATTEMPT in held or names.branch_generation(directory) > 0
     return "attempt" if is_attempt else "step"
 
 

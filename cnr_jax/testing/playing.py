@@ -63,7 +63,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
     def __init__(self, root: str | Path, setup: Setup) -> None:
         # Of saves that were reported, by their steps.
         self._parents: dict[int, int | None] = {}
-        options = dataclasses.replace(setup.options, on_save=self._told)
+        options = dataclasses.replace(setup.options, on_save=self._on_save)
         setup = dataclasses.replace(setup, options=options)
         self.root: Any = open_root(root) if "://" in str(root) else Path(root)
         self.setup = setup
@@ -305,7 +305,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
             step += 1
         return step
 
-    def _told(self, report: cnr.SaveReport) -> None:
+    def _on_save(self, report: cnr.SaveReport) -> None:
         self._parents[report.step] = report.parent
 
     def _attempt(self, step: int) -> None:

@@ -20,7 +20,7 @@ from cnr_jax.checkpointer.orbax_compat.options import deciding
 from cnr_jax.checkpointer.orbax_compat.places import beginning, refuse_pipes
 from cnr_jax.format.names import (
     ORBAX_METADATA,
-    branch_number,
+    branch_generation,
     may_be_step,
     plain,
     step_number,
@@ -114,7 +114,9 @@ class Steps:
                 found = list(pool.map(_info_of, steps))
         self._keep(info for info in found if info is not None)
         called = {step.step: step.path.name for step in steps}
-        self._branched = {n: name for n, name in called.items() if branch_number(name)}
+        self._branched = {
+            n: name for n, name in called.items() if branch_generation(name)
+        }
         self.is_stale = False
 
     def _found(self, left: Collection[str]) -> list[Any]:
@@ -129,7 +131,9 @@ class Steps:
         paths = [self.root / n for n in held if self._is_called_so(n) and n not in left]
         noted = catalogue.read(self.root).noted
         found = [step for step in by_orbax if step.path.name not in left]
-        found += [_Told(path, noted[path.name]) for path in paths if path.name in noted]
+        found += [
+            _NotedStep(path, noted[path.name]) for path in paths if path.name in noted
+        ]
         paths = [path for path in paths if path.name not in noted]
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
             looked = [*pool.map(_Listed.look, paths)]
@@ -162,7 +166,7 @@ class Steps:
 
     def add(self, info: StepInfo, directory: str) -> None:
         """One more is committed."""
-        if branch_number(directory):
+        if branch_generation(directory):
             self._branched = {**self._branched, info.step: directory}
         self._keep([*(each for each in self._infos if each.step != info.step), info])
 
@@ -221,7 +225,7 @@ class Steps:
         found = kept.folders_in(root, lambda n: plain(n) != n and may_be_step(n))
         found = [n for n in found if step_number(n) == step and self._is_called_so(n)]
         found = [n for n in found if can(root).renames or is_committed(root / n)]
-        return max(found, key=branch_number, default="")
+        return max(found, key=branch_generation, default="")
 
     def existing_directory(self, step: int) -> str:
         """Name of the directory of a step of the root; of a new one if there is none."""
@@ -322,7 +326,7 @@ class _Listed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Told:
+class _NotedStep:
     """A step of which a catalogue tells."""
 
     path: Any
@@ -340,7 +344,7 @@ class _Told:
 
 def _info_of(step: Any) -> StepInfo | None:
     """What policies are told of a step; None if it is gone."""
-    if isinstance(step, _Told):
+    if isinstance(step, _NotedStep):
         return step.info
     time, metrics = datetime.datetime.min, None
     damaged: dict[str, Exception] = {}

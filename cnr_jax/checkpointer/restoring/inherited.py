@@ -116,8 +116,8 @@ def _encoding(found: Mapping[str, list[_Stored]], is_packed: bool) -> EncodingEn
         t: [x for x in leaves if x.leaf == "table"] for t, leaves in found.items()
     }
     slots = {t: [x for x in leaves if x.leaf != "table"] for t, leaves in found.items()}
-    of_all, own = _told(tables, _of_tables(), "codec")
-    of_slots, own_slots = _told(slots, _of_slots(), "slot_codec")
+    of_all, own = _likeliest(tables, _of_tables(), "codec")
+    of_slots, own_slots = _likeliest(slots, _of_slots(), "slot_codec")
     said = {
         name: TableOptions(**own.get(name, {}), **own_slots.get(name, {}))
         for name in own.keys() | own_slots.keys()
@@ -143,7 +143,7 @@ def _of_slots() -> Iterator[_Options]:
         yield {"slot_codec": name}
 
 
-def _told(
+def _likeliest(
     found: Mapping[str, list[_Stored]], likely: Iterable[_Options], name: str
 ) -> tuple[_Options, dict[str, _Options]]:
     """Finds options that explain most of the stored rows, and those of tables for the rest."""

@@ -440,7 +440,7 @@ class SavePipeline(Generic[S]):
                 failure = failure or error
                 self._work.cancel(save, error)
         save.futures = ()
-        mine = failure and _told(failure, save)
+        mine = failure and _failure_of(failure, save)
         agree(self._channel, mine, topic=save.topic("saved"))
         save.agreed_at_secs = time.perf_counter()
 
@@ -459,7 +459,7 @@ class SavePipeline(Generic[S]):
                 durable = self._work.seal(save, self.committer.folder(save.attempt))
                 self._publish(save.attempt, durable)
             except Exception as error:
-                raise _told(error, save) from error
+                raise _failure_of(error, save) from error
             # From here on it is committed, whatever fails.
             save.is_committed = True
             try:
@@ -525,7 +525,7 @@ class SavePipeline(Generic[S]):
         if save.is_committed:
             save.error = after_commit(error, save.step)
         else:
-            save.error = _told(error, save)
+            save.error = _failure_of(error, save)
             self._abandon(save, save.error)
             for each in self.fallen_with(save)[1:]:
                 # Else it would be written in vain.
@@ -554,7 +554,7 @@ class SavePipeline(Generic[S]):
             _log.exception("step %d: what ends its save", save.step)
 
 
-def _told(error: BaseException, save: PipelinedSave) -> errors.CnrError:
+def _failure_of(error: BaseException, save: PipelinedSave) -> errors.CnrError:
     """What a save failed with, as all processes are told, and as it is raised."""
     if isinstance(error, errors.SaveError | errors.WriterError):
         return error

@@ -45,7 +45,9 @@ class Tiers:
         """The mirror, on the process that copies to it; None elsewhere, and without one."""
         if self.target is None or jax.process_index() != 0:
             return None
-        return Mirror(self.root, self.target, **_told(options, is_step, item))
+        return Mirror(
+            self.root, self.target, **_mirror_settings(options, is_step, item)
+        )
 
     def policy(self, options: Options, is_far: Callable[[int], bool]) -> Any:
         """The user's preservation policy, or that of a near root."""
@@ -125,11 +127,11 @@ def tiers_of(
         problem,
         os.fspath(far),
     )
-    empty_into(near, far, **_told(options, is_step, item))
+    empty_into(near, far, **_mirror_settings(options, is_step, item))
     return Tiers(far, problem=problem)
 
 
-def _told(
+def _mirror_settings(
     options: Options, is_step: Callable[[str], bool] | None, item: str | None
 ) -> dict[str, Any]:
     return {

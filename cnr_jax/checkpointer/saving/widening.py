@@ -54,7 +54,7 @@ class Widening:
         self._given, self._tables = options.encoding, tables or Tables({})
         # Of the run that goes on, and of the one that was last told of.
         self._stored: EncodingEntry | None = None
-        self._told: EncodingEntry | None = None
+        self._last_said: EncodingEntry | None = None
         self._said: int | None = None
         self._has_warned = False
         self._use(self._given)
@@ -81,9 +81,9 @@ class Widening:
     def say_inherited(self, where: str) -> None:
         """Says in the log, once, what is as in the run that goes on, and what is not."""
         stored = self._stored
-        if stored is None or stored == self._told:
+        if stored is None or stored == self._last_said:
             return
-        self._told, found = stored, self.encoding
+        self._last_said, found = stored, self.encoding
         lines = {
             "options that were not given are as": found.told(found.inherited),
             "options were given otherwise than": found.differing(stored),

@@ -27,7 +27,7 @@ from cnr_jax.format.manifest import (
     read_totals,
     to_json,
 )
-from cnr_jax.repository.index.entries import Entry, Told, entry_of, tables_digest
+from cnr_jax.repository.index.entries import Entry, Summary, entry_of, tables_digest
 from cnr_jax.repository.store import AnyPath, can, store_of
 from cnr_jax.repository.upkeep.claim import read_writer
 from cnr_jax.texts import logger
@@ -109,13 +109,13 @@ def dumped(
 def _document(
     entry: Entry, noted: Noted | None, digests: dict[int, str]
 ) -> dict[str, Any]:
-    told, manifest = entry.told, entry.manifest
+    summary, manifest = entry.summary, entry.manifest
     if manifest is not None:
         # Steps of a run mostly have theirs from one object.
         known = id(manifest.tables)
         if known not in digests:
             digests[known] = tables_digest(manifest)
-        told = Told(
+        summary = Summary(
             lineage=manifest.lineage,
             recorded_clock=manifest.recorded_clock,
             totals=manifest.totals,
@@ -128,7 +128,7 @@ def _document(
         "parent": to_json(entry.parent),
         "run": entry.run,
         "forks": to_json(entry.forks),
-        **to_json(told),
+        **to_json(summary),
     }
     if noted is not None:
         try:
@@ -156,8 +156,8 @@ def _parsed(data: bytes, epoch: str) -> Catalogue | None:
         step = steps.child(directory)
         entries[directory] = _entry(directory, step)
         if step.has("noted"):
-            told = step.child("noted")
-            secs, metrics = told.number("unix_secs"), told.any("metrics")
+            note = step.child("noted")
+            secs, metrics = note.number("unix_secs"), note.any("metrics")
             noted[directory] = Noted(unix_secs=secs, metrics=metrics)
     item = fields.name("item")
     if fields.problems:
@@ -174,7 +174,7 @@ def _parsed(data: bytes, epoch: str) -> Catalogue | None:
 
 def _entry(directory: str, fields: Fields) -> Entry:
     has = fields.has
-    told = Told(
+    summary = Summary(
         lineage=fields.hexadecimal("lineage", 32),
         recorded_clock=fields.integer("recorded_clock")
         if has("recorded_clock")
@@ -191,5 +191,5 @@ def _entry(directory: str, fields: Fields) -> Entry:
         parent=read_parent(fields.child("parent")) if has("parent") else None,
         run=fields.text("run"),
         forks=fields.objects("forks", read_fork) if has("forks") else None,
-        told=told,
+        summary=summary,
     )

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from cnr_jax.format import names
 from cnr_jax.repository.index.entries import (
     Entry,
-    Told,
+    Summary,
     branch_of,
     chain_of,
     order,
@@ -543,7 +543,7 @@ class Chains:
         key = entry.uuid, above.uuid
         if key not in self._alike:
             # Digests where one of them is known by that alone.
-            if isinstance(one, Told) or isinstance(other, Told):
+            if isinstance(one, Summary) or isinstance(other, Summary):
                 self._alike[key] = tables_digest(one) == tables_digest(other)
             else:
                 self._alike[key] = one.tables == other.tables

@@ -39,7 +39,7 @@ _SPARE_PARENTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Summary:
     """What a catalogue says of a step beside what leads to which, as its manifest does.
 
     Attributes:
@@ -65,7 +65,7 @@ class Entry:
             known.
         orbax: the item of its state, if plain Orbax saved it and it is adopted: then it belongs
             to whatever run saves beside it. Empty: it is of this library.
-        told: of a committed step whose manifest was not read.
+        summary: of a committed step whose manifest was not read.
     """
 
     directory: str
@@ -77,7 +77,7 @@ class Entry:
     run: str = ""
     forks: tuple[Fork, ...] | None = None
     orbax: str = ""
-    told: Told | None = None
+    summary: Summary | None = None
 
     @property
     def is_committed(self) -> bool:
@@ -85,9 +85,9 @@ class Entry:
         return self.known is not None or bool(self.orbax)
 
     @property
-    def known(self) -> Manifest | Told | None:
+    def known(self) -> Manifest | Summary | None:
         """What is known of it, where it is committed and of this library."""
-        return self.manifest or self.told
+        return self.manifest or self.summary
 
     @property
     def stands_alone(self) -> bool:
@@ -112,9 +112,9 @@ class Entry:
         return bool(self.orbax) or self.run == run
 
 
-def tables_digest(known: Manifest | Told) -> str:
+def tables_digest(known: Manifest | Summary) -> str:
     """What tells the tables of a checkpoint from others."""
-    if isinstance(known, Told):
+    if isinstance(known, Summary):
         return known.tables
     text = json_text(to_json(known.tables))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -271,7 +271,7 @@ class Ledger(Chains):
         """
         known: dict[str, Entry | Folder] = {**self._entries, **self._folders}
         known |= self.left
-        if not self.left and not any(map(names.branch_number, known)):
+        if not self.left and not any(map(names.branch_generation, known)):
             return
         steps = [
             name
@@ -302,7 +302,7 @@ class Ledger(Chains):
         entries = self._derive().by_step.get(names.step_number(directory), ())
         found = [*(entry.directory for entry in entries), *self._folders]
         found = [name for name in found if names.plain(name) == directory]
-        return max(found, key=names.branch_number, default=directory)
+        return max(found, key=names.branch_generation, default=directory)
 
     def hidden_by(self, directory: str) -> list[str]:
         """What was left behind and would be a step again without a step, dependents first."""
@@ -350,7 +350,7 @@ class Ledger(Chains):
         self.add(entry_of(place.directory, manifest))
         is_saved = manifest.uuid == uuid
         self.let_go(uuid, is_saved)
-        if names.branch_number(place.directory):
+        if names.branch_generation(place.directory):
             self.part()
         # None if retention drops the very step that was saved.
         return self.entries.get(place.directory) if is_saved else None

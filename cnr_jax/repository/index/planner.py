@@ -100,7 +100,7 @@ class SavePlan:
     @property
     def leaves_behind(self) -> bool:
         """Whether `abandoned` stay where they are, and the commit leaves them behind."""
-        return names.branch_number(self.directory) > 0
+        return names.branch_generation(self.directory) > 0
 
     @property
     def kind(self) -> Kind:

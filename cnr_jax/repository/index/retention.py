@@ -177,7 +177,7 @@ class ChainPreservation:
         self._inner, self._ledger, self._consulted = inner, ledger, consulted
         self._min_fulls = min_fulls
         # Folders that were blamed together: each save would name them again.
-        self._told: set[frozenset[str]] = set()
+        self._blamed: set[frozenset[str]] = set()
         self._has_explained = False
 
     def should_preserve(
@@ -218,9 +218,9 @@ class ChainPreservation:
     def _say_what_is_spared(self, ledger: Ledger, spared: Sequence[int]) -> None:
         """Says that the disk fills, why, and what to do."""
         blamed = [name for name in ledger.unknown if step_number(name) >= spared[0]]
-        if frozenset(blamed) in self._told:
+        if frozenset(blamed) in self._blamed:
             return
-        self._told.add(frozenset(blamed))
+        self._blamed.add(frozenset(blamed))
         blamed.sort(key=step_number, reverse=True)
         shown = ", ".join(blamed[:5]) + (", ..." if len(blamed) > 5 else "")
         hint = (

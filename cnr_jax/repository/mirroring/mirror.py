@@ -116,8 +116,8 @@ class Mirror:
         self._keep, self._min_fulls = keep, min_fulls
         self._is_step, self._item = is_step, item
         self._meter = Meter(bytes_per_sec)
-        self._told: Any = {"is_step": is_step, "item": item, "single": single}
-        self._copier = Copier(root, target, meter=self._meter, **self._told)
+        self._settings: Any = {"is_step": is_step, "item": item, "single": single}
+        self._copier = Copier(root, target, meter=self._meter, **self._settings)
         # By uuid: steps that are committed and not copied; number, bytes, and since when.
         self._waiting: dict[str, tuple[int, int, float]] = {}
         self._there = frozenset[str]()
@@ -404,7 +404,7 @@ class Mirror:
                 )
             if not _is_free(self.root):
                 return False
-            copier = Copier(self.target, self.root, **self._told | {"item": item})
+            copier = Copier(self.target, self.root, **self._settings | {"item": item})
             filled = as_root_errors(self.root, "filled from its mirror")
             try:
                 with filled, copier.writer.for_a_while():
@@ -435,7 +435,7 @@ class Mirror:
         """
         if not _is_free(self.root):
             return False
-        copier = Copier(self.target, self.root, **self._told)
+        copier = Copier(self.target, self.root, **self._settings)
         try:
             with copier.writer.for_a_while():
                 if not copier.look() or directory not in copier.source.entries:
