@@ -158,8 +158,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.tools)
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: collecting garbage, as tests do, need not look at it."""
+@pytest.fixture(autouse=True, scope="module")
+def _stays() -> None:
+    """What is there by now stays: collecting garbage, as tests do, need not look at it."""
     gc.collect()
     gc.freeze()
 
@@ -451,6 +452,9 @@ class Storage:
                 gate.open()
 
 
+_USERS_PAUSE_SECS = bucket_clients._PAUSE_SECS
+
+
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A service like S3 on loopback, of which the environment tells; its URL.
@@ -520,6 +524,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests that fail are tried again for a moment only."""
     monkeypatch.setattr(bucket_clients, "RETRY_SECS", 2)
     monkeypatch.setattr(bucket_clients, "_RETRIES", 1)
+    bucket_clients._new_client.cache_clear()
+    yield
+    bucket_clients._new_client.cache_clear()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Requests that fail are tried again as they are for users."""
+    monkeypatch.setattr(bucket_clients, "_PAUSE_SECS", _USERS_PAUSE_SECS)
     bucket_clients._new_client.cache_clear()
     yield
     bucket_clients._new_client.cache_clear()

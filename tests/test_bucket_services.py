@@ -106,7 +106,7 @@ def test_an_answer_that_takes_too_long_is_given_up(
 
 
 def test_a_service_that_asks_for_less_is_asked_at_growing_distances(
-    root: epath.Path, proxy: Proxy
+    root: epath.Path, proxy: Proxy, patient: None
 ) -> None:
     store, asked = store_of(root), list[float]()
     store.write(root / "file", b"1", replaces=True)
