@@ -25,6 +25,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.saving import lifecycle
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
+from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.step_files import Meter
 from cnr_jax.repository.store import can, names_in, store_of
 from cnr_jax.testing import inprocess
@@ -525,6 +526,40 @@ def test_of_two_mirrors_into_one_place_the_first_is_told(
             assert "taken over" in manager.mirror_report.problems[0]
             run.run(manager, [2])
             assert manager.last_report.mirror_problem
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_of_two_runs_that_find_a_mirror_empty_one_copies_there(
+    tiny_run: Any,
+    root: Path,
+    far: epath.Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+) -> None:
+    """Whatever the steps of the other are called."""
+    run, other = tiny_run(), tiny_run(salt=1)
+    with run.open(root) as manager, other.open(tmp_path / "other") as second:
+        run.run(manager, [0])
+        other.run(second, [step])
+        one, two = (Mirror(epath.Path(m.directory), far) for m in (manager, second))
+        found = two._copier.lacking
+
+        def lacking(*how: Any) -> Any:
+            one.catch_up()
+            return found(*how)
+
+        monkeypatch.setattr(two._copier, "lacking", lacking)
+        assert "another run" in two.catch_up().problems[0]
+        assert isinstance(two.lost, errors.UsedRootError) and one.lost is None
+        run.run(manager, [1])
+        report = one.catch_up()
+        assert (report.problems, report.copied_steps) == ((), 2)
+        for each in (one, two):
+            each.close(0)
+    assert steps_in(far) == ["0", "1"]
+    run.check(manager, None)
+    assert cnr.verify(far) == ()
 
 
 def test_a_mirror_of_another_run_is_left_alone(

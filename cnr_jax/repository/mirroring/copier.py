@@ -63,6 +63,7 @@ class Copier:
         self.item = item
         self._held: Ledger | None = None
         self._states: dict[str, object] = {}
+        self._has_claimed = False
         self.writer = writer or RootWriter(lambda: True, single=single)
         if writer is None:
             self.writer.bind(target, is_step)
@@ -81,10 +82,18 @@ class Copier:
             self.item = self.item or find_item(self._source)
             if self.item is None:
                 return False
-            held = self._held = self._look(self.item)
-        there = self.writer.open(self._target, self.item)
+            self._held = self._look(self.item)
+        self._check_run(self.writer.open(self._target, self.item))
+        return True
+
+    def _check_run(self, there: Ledger) -> None:
+        """Makes sure that the target holds nothing of another run.
+
+        Raises:
+            UsedRootError: if it does.
+        """
         runs = {entry.run for entry in there.restorable() if not entry.orbax}
-        newest = held.newest()
+        newest = self.source.newest()
         if newest is not None and runs and newest.run not in runs:
             where = os.fspath(self._target)
             raise errors.UsedRootError(
@@ -92,7 +101,27 @@ class Copier:
                 f"  got run {', '.join(sorted(runs)) or 'none'}, expected {newest.run}\n"
                 "  hint: mirror to another folder, or move those steps out of it",
             )
-        return True
+
+    def _claim(self, own: str | None = None) -> None:
+        """Claims the target; at first only if no other run has come to it since it was looked at.
+
+        Args:
+            own: as of `RootWriter.claim`.
+
+        Raises:
+            UsedRootError: if one has; who has brought it there copies on.
+            WriterError, OSError: as `RootWriter.claim`.
+        """
+        if not self._has_claimed:
+            self._check_run(self.writer.refreshed())
+        self.writer.claim(own=own)
+        if not self._has_claimed:
+            try:
+                self._check_run(self.writer.refreshed())
+            except errors.UsedRootError:
+                self.writer.withdraw()
+                raise
+            self._has_claimed = True
 
     def _look(self, item: str) -> Ledger:
         """The steps of the source as they now are."""
@@ -182,7 +211,7 @@ class Copier:
         committer = committer_for(self._target, writer.discard, writer.check_claim)
         try:
             # What an earlier call has copied of it is no leftover.
-            writer.claim(own=entry.directory)
+            self._claim(own=entry.directory)
             self._make_room(entry)
             committer.prepare(attempt, [])
             folder = committer.folder(attempt)
@@ -291,7 +320,7 @@ class Copier:
         if not going:
             return []
         try:
-            self.writer.claim()
+            self._claim()
             if found.crowded:
                 place = Place(self._target, "", str(self.item))
                 clear_aside(place, there, self._remove, set(), adopts=False)
@@ -327,7 +356,7 @@ class Copier:
                 mended.append(os.fspath(goal))
             elif may_hold(self.there, entry):
                 try:
-                    self.writer.claim()
+                    self._claim()
                     found = mend_files([goal, self._source / name], [goal])
                 finally:
                     self.writer.end_writing()

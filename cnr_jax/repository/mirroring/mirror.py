@@ -280,7 +280,7 @@ class Mirror:
                 continue
             try:
                 copier.copy(entry)
-            except (errors.WriterError, Stopped):
+            except (errors.WriterError, errors.UsedRootError, Stopped):
                 raise
             except (errors.CnrError, OSError) as error:
                 failed.add(entry.directory)

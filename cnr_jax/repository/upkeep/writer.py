@@ -544,13 +544,18 @@ class RootWriter:
                 yield
             except BaseException:
                 with contextlib.suppress(errors.WriterError, OSError):
-                    self._withdraw()
+                    self.withdraw()
                 raise
-            self._withdraw()
+            self.withdraw()
         finally:
             self.close()
 
-    def _withdraw(self) -> None:
+    def withdraw(self) -> None:
+        """Leaves the root to whom this stood in for, or to nobody.
+
+        Raises:
+            WriterError: if another manager has taken over the root.
+        """
         if self.place is not None:
             self._claim.withdraw()
 
