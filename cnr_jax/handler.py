@@ -193,7 +193,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self.channel.name = f"saves in {place.root.name}"
         changed = self._find_changes(place, args)
         try:
-            plan = self.planning.agree(
+            plan, agree_secs = self.planning.agree(
                 place.directory,
                 changed,
                 urgent=urgent,
@@ -212,12 +212,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             tracking=changed.mode,
             recorded_clock=changed.recorded.clock if changed.recorded else None,
             started_secs=started,
+            wait_secs=changed.wait_secs,
+            agree_secs=agree_secs,
             report=report_of_begun(
                 plan,
                 tracking=changed.mode,
                 inherited=self.widening.encoding.inherited,
                 doubts=self.tables.doubts if self.tables else (),
                 find_secs=time.perf_counter() - started,
+                wait_secs=changed.wait_secs,
                 fingerprint_secs=changed.secs,
             ),
         )

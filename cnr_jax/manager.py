@@ -19,7 +19,7 @@ from cnr_jax.args import (
     state_to_save,
 )
 from cnr_jax.checkpointer.listing import Listing
-from cnr_jax.checkpointer.multihost import all_succeed, on_primary
+from cnr_jax.checkpointer.multihost import all_succeed
 from cnr_jax.checkpointer.orbax_compat.items import Items, metrics_of
 from cnr_jax.checkpointer.orbax_compat.logs import shorten_logs
 from cnr_jax.checkpointer.orbax_compat.options import (
@@ -40,6 +40,7 @@ from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.saving.saves import Saves, as_json
 from cnr_jax.checkpointer.saving.tiers import tiers_of
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
+from cnr_jax.goodput.profile import Profile
 from cnr_jax.handler import registry_of
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
@@ -198,6 +199,7 @@ class CheckpointManager(ocp.CheckpointManager):
             handler.uses,
             channel,
             options,
+            lambda step: self._saves.meter.tick(step),
         )
         policy: Any = orbax_options.preservation_policy
         given = orbax_options.async_options or ocp.AsyncOptions()
@@ -214,7 +216,7 @@ class CheckpointManager(ocp.CheckpointManager):
             lambda place, state, urgent: handler.plan(place, state, urgent=urgent),
             self._warm_up.compile_for,
             given.post_finalization_callback or (lambda: None),
-            options.max_in_flight,
+            options,
         )
 
     @property
@@ -243,6 +245,21 @@ class CheckpointManager(ocp.CheckpointManager):
     def mirror_report(self) -> MirrorReport | None:
         """How far the mirror is behind, and what it has done; None if this copies to none."""
         return self._mirror.report() if self._mirror is not None else None
+
+    def profile(self, *, restart_secs: float = 0.0) -> Profile | None:
+        """What steps, saves and restores of this run take, as measured in the training loop.
+
+        Of the newest hundred saves, those of the program before this one too, whose measurements
+        are in the root. Contention is known if `save` or `should_save` is called at each step. Each
+        process tells what itself has measured; what process 0 has is noted in the root.
+
+        Args:
+            restart_secs: seconds of a restart, which nothing measures.
+
+        Returns:
+            The profile, for `cnr_jax.advise`; None: fewer than five saves tell of train steps.
+        """
+        return self._saves.meter.found.profile(restart_secs)
 
     def latest_step(self) -> int | None:
         """The step that `restore(None)` takes: the newest whole one of the newest branch.
@@ -348,6 +365,7 @@ class CheckpointManager(ocp.CheckpointManager):
         last = self.reached_preemption(step)
         if not (force or last) and self._progress.is_left_out(step):
             return False
+        self._saves.meter.asked((state.state, state.touched) if state else None)
         begin = functools.partial(
             self._saves.begin,
             step,
@@ -417,7 +435,8 @@ class CheckpointManager(ocp.CheckpointManager):
         all_succeed(self._channel, self.wait_until_finished)
         self._saves.settle()
         if step is not None and directory is None:
-            self._bring_back(step)
+            mirrored = self._handler.options.mirror or self._handler.options.near
+            self._listing.bring_back(step, self._mirror, mirrored is not None)
         taken, restored, item = restore(
             step,
             args,
@@ -436,23 +455,14 @@ class CheckpointManager(ocp.CheckpointManager):
             is_own = self._handler.may_save and directory is None
             root = self._root if is_own else None
             self._handler.lifecycle.listener.tell(state.report, root)
+            if is_own:
+                self._saves.meter.restored(state.report)
         if directory is None and ours:
             self._progress.restored(taken, state.touched)
             self._handler.go_on_with_run()
         if not self._steps.options.read_only:
             self._warm_up.compile(*self._handler.planning.foreseen())
         return as_asked(args, restored, item, state.state) if ours else restored
-
-    def _bring_back(self, step: int) -> None:
-        """Brings a step from the mirror that the root lacks, before it is restored."""
-        given = self._handler.options
-        if (given.mirror or given.near) is None or step in self._steps.numbers():
-            return
-        if on_primary(
-            self._channel,
-            lambda: self._mirror is not None and self._mirror.bring_back(step),
-        ):
-            self._listing.reload()
 
     def metadata(self, step: int | None = None) -> Any:
         """What Orbax says of the root, or of a step.
@@ -569,6 +579,7 @@ class CheckpointManager(ocp.CheckpointManager):
         finally:
             self._close()
             self._handler.lifecycle.listener.close()
+            self._saves.meter.keep(at_once=True)
             if self._mirror is not None:
                 self._mirror.close(self._handler.options.timeout_secs)
 

@@ -47,6 +47,7 @@ class SaveReport:
             rows are hashed, in a recorded run some of them.
         find_secs: part of `blocking_secs`: checks, hashes and messages, until the save was
             decided. This includes the wait for the train step that made the state.
+        wait_secs: part of `find_secs`: that wait, in which training went on.
         gather_secs: part of `blocking_secs`: gathering rows, and waiting for room for them.
         encode_secs: in the background: how long writing waited for the codes of gathered rows; on
             accelerators, for codes to come to the host.
@@ -107,6 +108,7 @@ class SaveReport:
     worst_row_error: float | None = None
     run: str | None = None
     find_secs: float = 0.0
+    wait_secs: float = 0.0
     gather_secs: float = 0.0
     encode_secs: float = 0.0
     write_secs: float = 0.0

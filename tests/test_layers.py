@@ -35,7 +35,7 @@ TABLE = {
     "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),
     "checkpointer checkpointer.multihost checkpointer.tracking checkpointer.saving"
     " checkpointer.listing checkpointer.restoring checkpointer.trying": (
-        "checkpointer.orbax_compat args",
+        "checkpointer.orbax_compat args goodput",
         "numpy jax etils",
     ),
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),

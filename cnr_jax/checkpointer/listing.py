@@ -26,6 +26,7 @@ from cnr_jax.repository.layout import (
     hint_of_names,
     step_directories,
 )
+from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.orbax_steps import item_beside, orbax_step
 from cnr_jax.repository.step import deleted_step
 from cnr_jax.repository.store import (
@@ -153,6 +154,21 @@ class Listing:
     def ledger_of(self, root: epath.Path, item: str) -> Ledger:
         """Reads the ledger of a root anew, which may be the manager's own by another name."""
         return self._writer.load(root, item)
+
+    def bring_back(self, step: int, mirror: Mirror | None, mirrored: bool) -> None:
+        """Brings a step from the mirror that the root lacks, before it is restored.
+
+        Args:
+            step: the step.
+            mirror: mirror of the root; None on processes that copy nothing.
+            mirrored: whether there is one, as all processes know.
+        """
+        if not mirrored or step in self._steps.numbers():
+            return
+        if on_primary(
+            self._channel, lambda: mirror is not None and mirror.bring_back(step)
+        ):
+            self.reload()
 
     def reload(self) -> None:
         """Reads the root again, and lets the next save take it over from another manager."""

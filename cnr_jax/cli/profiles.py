@@ -24,9 +24,8 @@ def read_profile(path: str, item: str | None = None) -> Profile | None:
     """
     from cnr_jax.cli.roots import read_root
     from cnr_jax.goodput import Profile
-    from cnr_jax.goodput.records import profile_of
-    from cnr_jax.repository.course import course_of
+    from cnr_jax.goodput.records import profile_at
 
     if not Path(path).is_dir() and "://" not in path:
         return Profile.read(path)
-    return profile_of(course_of(read_root(path, item)))
+    return profile_at(read_root(path, item))

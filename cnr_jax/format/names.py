@@ -62,6 +62,8 @@ SUSPECTS = "cnr_jax.suspects.json"
 CATALOGUE = "cnr_jax.catalogue.json"
 # In the root, if asked for: a line for each save and restore.
 METRICS = "cnr_jax.metrics.jsonl"
+# In the root: what the newest saves took, as their manager has measured it; advice.
+MEASUREMENTS = "cnr_jax.measurements.json"
 
 # The forms of names, to be matched as a whole: a root is a folder of the user's too, in which
 # other names may contain ours, or begin or end with them. ASCII digits only; "." is any character.
@@ -88,9 +90,10 @@ _FOLDERS = {
 }
 _OWN = re.compile(r"manifest\.json|manifest\.p[0-9]{5,}\.json|rows\.p[0-9]{5,}")
 _PROCESS_MANIFEST = re.compile(r"manifest\.p[0-9]{5,}\.json")
-_FILES = {MANIFEST, WRITER, WRITER_LOCK, SUSPECTS, CATALOGUE, *OF_STEP}
+_REPLACED = (WRITER, SUSPECTS, MEASUREMENTS)
+_FILES = {MANIFEST, WRITER_LOCK, CATALOGUE, *_REPLACED, *OF_STEP}
 _REPLACING = re.compile(
-    rf"(?:{re.escape(WRITER)}|{re.escape(SUSPECTS)})\.[0-9a-f]{{8}}\.tmp"
+    rf"(?:{'|'.join(map(re.escape, _REPLACED))})\.[0-9a-f]{{8}}\.tmp"
 )
 # Below `dense/`, what Orbax and TensorStore ask for by name: the leaves there are, how they are
 # sharded, older forms of both; the database, of which every process has written a part, and its

@@ -202,7 +202,7 @@ def advise(
     overlap with training, and are durable only when they are written.
     """
     _check(failures, job_hours, budget)
-    if not (profile.step.known and profile.blocking.known and profile.write.known):
+    if not profile.is_known:
         return None
     found = _plans(profile, failures, budget, notice_secs)
     draws = [*_draws(profile, failures, job_hours, seed)]

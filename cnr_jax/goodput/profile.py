@@ -92,6 +92,7 @@ class Profile:
             ours.
         node_secs: seconds for which each node beyond the first makes a save hold training up
             longer, as nodes wait for each other.
+        processes: nodes that `blocking` was measured with, whose waits are part of it.
     """
 
     step: Seconds
@@ -108,6 +109,7 @@ class Profile:
     in_flight: tuple[float, ...] = (1.0,)
     plain_write: Seconds | None = None
     node_secs: float = 0.0
+    processes: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -126,6 +128,11 @@ class Profile:
         if not self.step.fixed:
             raise OptionError("a train step of a profile takes no time")
 
+    @property
+    def is_known(self) -> bool:
+        """Whether enough saves tell what a step and a save take."""
+        return self.step.known and self.blocking.known and self.write.known
+
     def delta_bytes(self, steps: float) -> float:
         """Bytes of a delta of the rows that so many train steps have changed."""
         changed = self.changed_bytes * steps**self.exponent
@@ -140,7 +147,7 @@ class Profile:
             nbytes: bytes of saves.
             nodes: nodes that wait for each other.
         """
-        waits = (nodes - 1) * self.node_secs
+        waits = max(nodes - self.processes, 0) * self.node_secs
         return self.blocking.of(np.minimum(nbytes, self.full_bytes)) + waits
 
     def durable_secs(self, nbytes: np.ndarray, plain: bool = False) -> np.ndarray:

@@ -45,6 +45,7 @@ class Save:
         plain_bytes: bytes that a plain full save would have written; None: not known.
         secs: seconds from its start until its manifest was written; None: not known.
         stall_secs: part of `secs` in which training waited; None: not known.
+        wait_secs: part of `stall_secs` in which the train step before it went on.
         phases: seconds by phase, in their order; empty if they are not known.
         saved_at: time at which the manifest was written, in UTC; None: not known.
         shares: share of its rows that it holds, by table; empty if that is not known.
@@ -68,6 +69,7 @@ class Save:
     plain_bytes: int | None = None
     secs: float | None = None
     stall_secs: float | None = None
+    wait_secs: float = 0.0
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     saved_at: datetime.datetime | None = None
     shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -141,7 +143,10 @@ def course_of(root: RootDescription) -> Course:
         more = noted.get((branch, number))
         if more is not None and save.parts:
             save = dataclasses.replace(
-                save, stall_secs=more.stall_secs, phases=more.phases
+                save,
+                stall_secs=more.stall_secs,
+                wait_secs=more.wait_secs,
+                phases=more.phases,
             )
         saves.append(save)
     reads = [each for each in map(_read_noted, lines) if each is not None]
@@ -264,6 +269,7 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         plain_bytes=_whole(line, "state_bytes") or _whole(line, "full_fp32_bytes"),
         secs=_number(line, "total_secs"),
         stall_secs=_number(line, "blocking_secs"),
+        wait_secs=_number(line, "wait_secs") or 0.0,
         phases={phase: secs for phase, secs in phases.items() if secs is not None},
         saved_at=_time_noted(line, phases["commit"]),
         shares={name: share for name, share in shares.items() if share is not None},

@@ -36,6 +36,7 @@ class Progress:
         uses: whether saves go by these touched rows.
         channel: to the other processes.
         options: of the run.
+        tick: is told of steps that are done.
 
     Raises:
         OptionError: if SIGTERM is to be listened to, but not in the main thread.
@@ -49,7 +50,9 @@ class Progress:
         uses: Callable[[Touched | None], bool],
         channel: Channel,
         options: Options,
+        tick: Callable[[int], None],
     ) -> None:
+        self._tick = tick
         self._steps, self._flying, self._is_full = steps, flying, is_full
         self._uses, self._channel = uses, channel
         self._skips = options.when_busy == "skip"
@@ -92,6 +95,7 @@ class Progress:
 
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from the tip."""
+        self._tick(step)
         tip = self.tip
         after = tip.step if tip else None
         if self._steps.is_due(step, after, self._flying(), is_busy=self._is_full()):

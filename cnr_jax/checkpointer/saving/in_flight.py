@@ -15,6 +15,7 @@ from cnr_jax.checkpointer.orbax_compat.steps import StepInfo
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.pipeline import PipelinedSave
 from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
+from cnr_jax.goodput.measured import Trained
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.planner import SavePlan
@@ -50,6 +51,11 @@ class SaveInFlight(PipelinedSave):
         step_items: that a manager of ours saves, as long as it is not over.
         rows: that it writes, about, with those of other processes.
         started_secs: reading of `time.perf_counter` when the save was asked for.
+        wait_secs: how long it has waited for the train step that made the state.
+        agree_secs: how long process 0 has waited for each other one to plan it.
+        blocking_secs: how long it has held training up, but for `wait_secs`; None: not known.
+        trained: train steps between the save before and this one.
+        at_once: saves in flight while it is written, itself among them; 0: not measured.
         writing: of its state, by a thread of its own.
         release: ends the writing of rows, and frees whoever waits for it to go on.
         launched: opened when the blocking part of the save is over.
@@ -74,6 +80,11 @@ class SaveInFlight(PipelinedSave):
     step_items: StepItems | None = None
     rows: int = 0
     started_secs: float = 0.0
+    wait_secs: float = 0.0
+    agree_secs: float = 0.0
+    blocking_secs: float | None = None
+    trained: tuple[Trained, ...] = ()
+    at_once: float = 0.0
     writing: Job = dataclasses.field(default_factory=Job)
     release: Callable[[], None] = _do_nothing
     launched: Gate = dataclasses.field(default_factory=Gate)

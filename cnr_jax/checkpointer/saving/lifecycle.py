@@ -17,6 +17,7 @@ from cnr_jax.checkpointer.saving.chain_look import (
 )
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.listener import Listener
+from cnr_jax.checkpointer.saving.meter import Meter
 from cnr_jax.checkpointer.saving.reporting import (
     report_of_committed,
     report_of_dropped,
@@ -58,6 +59,7 @@ class Lifecycle:
         listener: is told of committed saves.
         mirror: where committed saves are copied to; None: nowhere, or by another process.
         near_problem: why saves go to the root though they are to go near; empty: they are not.
+        meter: is told what each save took; None: nobody measures it.
         doubt: why the save committed last may not survive a power cut, though it is committed.
     """
 
@@ -75,6 +77,7 @@ class Lifecycle:
         self.last_failure: errors.CnrError | None = None
         self.mirror: Mirror | None = None
         self.near_problem = ""
+        self.meter: Meter | None = None
         self.doubt = ""
         self.managed = False
         self.open: list[SaveInFlight] = []
@@ -376,5 +379,7 @@ class Lifecycle:
             _log.exception("there is no report of step %d", flight.step)
             return
         self.report = report
+        if self.meter is not None:
+            self.meter.reported(flight, report)
         tell = self.listener.tell if self.managed else self.listener.tell_here
         tell(report, flight.place.root)

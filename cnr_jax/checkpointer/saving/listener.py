@@ -54,6 +54,7 @@ class Listener:
 
     Attributes:
         last_restore: the last report of a restore; None before one.
+        keep: called after each report.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Listener:
     ) -> None:
         self._on_save, self._metrics = on_save, metrics
         self.last_restore: RestoreReport | None = None
+        self.keep: Callable[[], None] = _do_nothing
         self._has_hinted = False
         # Its thread is waited for when the interpreter exits, and ends when nobody holds this.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "cnr_report")
@@ -119,6 +121,7 @@ class Listener:
             listeners.append(functools.partial(_note, root))
         if self._on_save is not None and isinstance(report, SaveReport):
             listeners.append(self._on_save)
+        listeners.append(lambda report: self.keep())
         for listener in listeners:
             try:
                 listener(report)
@@ -126,6 +129,10 @@ class Listener:
                 # The step is saved, whatever a listener raises, and the next reports come.
                 _log.exception("the report of step %d was not delivered", report.step)
         self._thread = None
+
+
+def _do_nothing() -> None:
+    """Nothing is kept of reports but what is told."""
 
 
 def _note(root: AnyPath, report: SaveReport | RestoreReport) -> None:

@@ -129,8 +129,10 @@ class Planning:
         urgent: bool,
         full: bool,
         exact: bool,
-    ) -> SavePlan:
+    ) -> tuple[SavePlan, float]:
         """The plan of process 0, which first finds out what became of saves that are over.
+
+        Also how long that has waited for each other process; 0 on others.
 
         Args:
             directory: of the step.
@@ -160,7 +162,11 @@ class Planning:
                 if is_host_local(value)
             }
 
+        started, heard_secs = time.perf_counter(), 0.0
+
         def decide(told: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+            nonlocal heard_secs
+            heard_secs = time.perf_counter() - started
             try:
                 check_told(told)
                 doubts = filter(None, (each[_DOUBT] for each in told))
@@ -176,14 +182,15 @@ class Planning:
         # Who lists steps for its manager looks at it.
         self._writer.changed = self._lifecycle.managed and told["changed"]
         if jax.process_index() == 0:
-            return told["plan"]
+            others = jax.process_count() - 1
+            return told["plan"], heard_secs / others if others else 0.0
         plan = _plan_of(told["plan"])
         self._widening.inherit(plan.encoding)
         self._lifecycle.settle_as(told["committed"], told["flying"])
         with self._writer.looking:
             self._writer.know(told["known"], told["gaps"])
             self._lifecycle.decided(plan)
-        return plan
+        return plan, 0.0
 
     def _decided(
         self, directory: str, found: ChangedRows, doubt: str, asked: Mapping[str, bool]

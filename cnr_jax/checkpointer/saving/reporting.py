@@ -23,6 +23,7 @@ def report_of_begun(
     inherited: tuple[str, ...],
     doubts: tuple[str, ...],
     find_secs: float,
+    wait_secs: float,
     fingerprint_secs: float,
 ) -> SaveReport:
     """What is known of a save once it is decided; sizes and other seconds are 0 until they are.
@@ -33,6 +34,7 @@ def report_of_begun(
         inherited: names of options that are as in the run that goes on.
         doubts: dense leaves that may be slots.
         find_secs: until it was decided.
+        wait_secs: of these, for the train step that made the state.
         fingerprint_secs: of these, for looking for changed rows.
     """
     return SaveReport(
@@ -55,6 +57,7 @@ def report_of_begun(
         auto_bits=plan.auto_bits,
         run=plan.run or None,
         find_secs=find_secs,
+        wait_secs=wait_secs,
         doubts=doubts,
         inherited=inherited,
     )

@@ -21,10 +21,12 @@ from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.due import Progress
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
+from cnr_jax.checkpointer.saving.meter import Meter
 from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format import names
+from cnr_jax.options import Options
 from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.index.catalogue import Noted
 from cnr_jax.repository.index.entries import entry_of
@@ -59,12 +61,13 @@ class Saves:
         plan: decides on the save of a state.
         warm_up: for each plan, before anything of it is staged.
         before_commit: of the user; called when a save is about to be committed.
-        most: saves that are written at once.
+        options: of the run.
 
     Attributes:
         pipeline: that they go through.
         steps: of the root.
         retirement: of steps that they make superfluous.
+        meter: of what they take.
     """
 
     _committer: Committer
@@ -79,15 +82,25 @@ class Saves:
     _plan_state: Callable[[Place, Save, bool], tuple[SaveInFlight, ChangedRows]]
     _warm_up: Callable[[SavePlan], None]
     _before_commit: Callable[[], None]
-    _most: int
+    _options: Options
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
     # it, is not to wait for it.
     _inside: object | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.pipeline = SavePipeline[SaveInFlight](
-            self._committer, self._channel, work=self, most=self._most
+            self._committer,
+            self._channel,
+            work=self,
+            most=self._options.max_in_flight,
         )
+        self.meter = self._lifecycle.meter = Meter(
+            self.steps.root,
+            self.pipeline.in_flight,
+            is_noted=lambda: self._writer.writes,
+            is_new=self._options.new_run,
+        )
+        self._lifecycle.listener.keep = self.meter.keep
 
     @property
     def ledger(self) -> Ledger:
@@ -150,7 +163,9 @@ class Saves:
 
         try:
             with as_save_errors(step, where):
-                return self.pipeline.begin(plan, prepare, settings)
+                save = self.pipeline.begin(plan, prepare, settings)
+            self.meter.returns(save)
+            return save
         except BaseException:
             self._inside = None
             # What an interrupt keeps this from, the next call does.
@@ -184,6 +199,8 @@ class Saves:
         """Notes a save that is decided, and what goes out of its way."""
         nonce = save.attempt.nonce
         self._progress.begin(nonce, save.step, state.touched if state else None)
+        if save.decided:
+            self.meter.begins(save)
         # What was moved aside is not in the way of the new steps.
         self.steps.forget_named(save.decided.abandoned if save.decided else ())
         if save.decided and self._writer.changed:
@@ -434,6 +451,7 @@ class Saves:
 
     def committed(self, save: SaveInFlight, told: Any) -> None:
         """Notes a commit; says so, unless the step goes at once."""
+        self.meter.durable(save)
         leaving = told["leaving"] if told else ()
         assert save.info is not None
         # First, or policies would be told of it neither as a step nor as a save.
@@ -484,6 +502,7 @@ class Saves:
 
     def ended(self, save: SaveInFlight) -> None:
         """Lets other managers write."""
+        self.meter.over(save)
         save.step_items = None  # which may hold the state still
         self._lifecycle.end_writing(save)
         self._lifecycle.report_unwanted(save)

@@ -64,6 +64,7 @@ class ChangedRows:
         doubt: why a delta might miss rows: an audit that was due could not be made, or the clock
             has stopped; empty otherwise.
         secs: that the look, or glimpse, took.
+        wait_secs: how long the train step was waited for.
     """
 
     mode: Tracking
@@ -75,6 +76,7 @@ class ChangedRows:
     glimpse: Glimpse | None
     doubt: str
     secs: float
+    wait_secs: float
 
     @property
     def recorded(self) -> Moment | None:
@@ -138,6 +140,10 @@ class Tracker:
             TableError: if no process holds both rows and their stamps.
         """
         mode = self.mode(touched)
+        started = time.perf_counter()
+        if touched is not None and mode != "fingerprint":
+            touched.clock.block_until_ready()  # the next line reads it
+        wait_secs = time.perf_counter() - started
         given = moment_of(touched)
         recorded = None if mode == "fingerprint" else given
         if recorded is None and touched is not None:
@@ -147,7 +153,9 @@ class Tracker:
         shards = Shards(tiling, arrays, stamps)
         look, glimpse, doubt, secs = None, None, "", 0.0
         if mode != "recorded" or self._audits(recorded):
+            started = time.perf_counter()
             jax.block_until_ready(arrays)  # the train step is not to be counted
+            wait_secs += time.perf_counter() - started
             started = time.perf_counter()
             if mode == "recorded":
                 glimpse = self._glimpse(shards, recorded)
@@ -176,6 +184,7 @@ class Tracker:
             glimpse=glimpse,
             doubt=doubt,
             secs=secs,
+            wait_secs=wait_secs,
         )
 
     def _say_unused(self, given: Moment | None) -> None:

@@ -23,6 +23,7 @@ from cnr_jax.cli.report.panels import (
     restores_of,
     told,
 )
+from cnr_jax.goodput.profile import Profile
 from cnr_jax.repository.course import ROWS, Course, Save
 from cnr_jax.repository.description import (
     TableDescription,
@@ -32,12 +33,15 @@ from cnr_jax.repository.description import (
 )
 
 
-def page_of(course: Course, now: datetime.datetime) -> str:
+def page_of(
+    course: Course, now: datetime.datetime, profile: Profile | None = None
+) -> str:
     """HTML page of a run.
 
     Args:
         course: course of the run.
         now: time at which it was read, in UTC.
+        profile: what its steps and saves take, as far as that was measured.
     """
     css, script = style(), _own_file("page.js")
     policy = (
@@ -61,7 +65,7 @@ def page_of(course: Course, now: datetime.datetime) -> str:
             "<main>",
             f"<h1>{title}</h1>",
             *(f"<p>{_text(line)}</p>" for line in footer(root)),
-            *_figures(course),
+            *_figures(course, profile),
             *_problems(course.saves),
             *_charts(course),
             *_tables(course),
@@ -109,9 +113,9 @@ def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(found).decode()}"
 
 
-def _figures(course: Course) -> Iterator[str]:
+def _figures(course: Course, profile: Profile | None) -> Iterator[str]:
     yield '<dl class="figures">'
-    for name, figure in figures_of(course):
+    for name, figure in figures_of(course, profile):
         yield f"<div><dt>{name}</dt><dd>{_text(figure)}</dd></div>"
     yield "</dl>"
 

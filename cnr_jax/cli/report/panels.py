@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from cnr_jax.goodput.profile import Profile
 from cnr_jax.repository.course import ROWS, Course, Save
 from cnr_jax.repository.description import amount
 from cnr_jax.repository.metrics import PHASES
@@ -379,8 +380,13 @@ def _chains(saves: Sequence[Save]) -> Panel:
     )
 
 
-def figures_of(course: Course) -> list[tuple[str, str]]:
-    """Key figures of a run: names, and each with its figure as a text."""
+def figures_of(course: Course, profile: Profile | None = None) -> list[tuple[str, str]]:
+    """Key figures of a run: names, and each with its figure as a text.
+
+    Args:
+        course: course of the run.
+        profile: what its steps and saves take, as far as that is known.
+    """
     root, kept = course.root, course.kept
     latest, held = root.latest_step, root.total_bytes
     secs = [save.secs for save in kept if save.secs is not None]
@@ -397,6 +403,10 @@ def figures_of(course: Course) -> list[tuple[str, str]]:
         ]
     if secs:
         found.append(("median seconds", told(statistics.median(secs), "secs")))
+    if profile is not None:
+        step, share = profile.step.fixed, told(profile.contention, "share")
+        found.append(("a train step", told(step, "secs")))
+        found.append(("slower beside a save", share))
     lost = sum(bool(save.problem) for save in course.saves)
     found.append(("restores", f"{restores:,}"))
     return [*found, ("cannot be restored", f"{lost:,}")] if lost else found

@@ -35,12 +35,15 @@ def report(
     from cnr_jax.cli.report.page import page_of
     from cnr_jax.cli.report.picture import picture_of
     from cnr_jax.cli.roots import read_root
+    from cnr_jax.goodput.measurements import read_measurements
     from cnr_jax.repository.course import course_of
 
     _check_output(output, root, force)
     course = course_of(read_root(root, item))
     now = datetime.datetime.now(tz=datetime.UTC)
-    drawn = picture_of(course) if svg else page_of(course, now)
+    measured = None if svg else read_measurements(course.root.root)
+    profile = measured and measured.profile()
+    drawn = picture_of(course) if svg else page_of(course, now, profile)
     return _written(output, drawn.encode(), force, len(course.saves), as_json)
 
 

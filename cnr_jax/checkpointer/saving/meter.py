@@ -1,0 +1,183 @@
+"""What the saves of a manager take, measured in the training loop, without slowing it down.
+
+The training thread only reads the clock, at steps that save. What a save took is put together when
+it is reported, in the thread that reports, and noted in the root now and then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.goodput.measured import MeasuredSave, Trained
+from cnr_jax.goodput.measurements import Measurements, read_measurements
+from cnr_jax.goodput.profile import ENOUGH
+from cnr_jax.repository.store import AnyPath
+from cnr_jax.telemetry import RestoreReport, SaveReport
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
+# How often measurements are noted in the root, beside once at the end.
+_NOTED_SECS = 60.0
+# Of a train step: what a save may wait for the one before it in a loop in which a call of `save`
+# tells when a step is done. Other loops run ahead of the device.
+_IN_STEP = 0.1
+# What waits less finds the step done.
+_WAIT_SECS = 1e-4
+
+
+class Meter:
+    """Measures the saves of one manager, and the train steps between them.
+
+    Args:
+        root: where it is noted.
+        flying: saves that are in flight.
+        is_noted: whether this process notes what it measures in the root.
+        is_new: whether what is noted there is of an earlier run.
+    """
+
+    def __init__(
+        self,
+        root: AnyPath,
+        flying: Callable[[], Sequence[SaveInFlight]],
+        *,
+        is_noted: Callable[[], bool],
+        is_new: bool,
+    ) -> None:
+        self._root, self._flying, self._is_noted = root, flying, is_noted
+        self._found = Measurements() if is_new else None
+        self._has_news, self._noted_at = False, time.perf_counter()
+        # The last save, and when it let training go on.
+        self._since: tuple[int, float] | None = None
+        # Since then, when no save was in flight any more: the step of the first call after that.
+        self._alone: tuple[int, float] | None = None
+        self._is_alone = False  # until that call
+        self._over_at = 0.0
+        self._asked_at, self._was_ready = 0.0, True
+
+    # The training thread, or that in which it begins a save.
+
+    def tick(self, step: int) -> None:
+        """A step is done; called at each, if the program calls `save` or `should_save` there."""
+        if self._is_alone:
+            self._is_alone, self._alone = False, (step, time.perf_counter())
+
+    def asked(self, state: Any) -> None:
+        """A save is due, of a state that a train step has made, or is about to make."""
+        self._asked_at = time.perf_counter()
+        self._was_ready = not any(map(_is_pending, jax.tree.leaves(state)))
+
+    def begins(self, save: SaveInFlight) -> None:
+        """A save is decided, and nothing is written yet."""
+        others = sum(each is not save for each in self._flying())
+        save.trained, save.at_once = self._trained(save, others > 0), others + 1
+
+    def returns(self, save: SaveInFlight) -> None:
+        """A save lets training go on."""
+        now = time.perf_counter()
+        save.blocking_secs = now - save.started_secs - save.wait_secs
+        self._alone, self._since = None, (save.step, now)
+        self._is_alone = not self._flying()
+
+    def _trained(self, save: SaveInFlight, has_others: bool) -> tuple[Trained, ...]:
+        """Train steps since the save before."""
+        if self._since is None or save.step <= self._since[0]:
+            return ()
+        first, since = self._since
+        steps, asked = save.step - first, self._asked_at
+        end = asked if self._was_ready else save.started_secs + save.wait_secs
+        in_step = end - asked < _IN_STEP * (end - since) / steps
+        if not in_step and save.wait_secs < _WAIT_SECS:
+            return ()  # it is not known when the step was done, while this waited for room
+        if in_step and self._alone and first < self._alone[0] < save.step:
+            turn, at = self._alone
+            return (
+                Trained(turn - first, at - since, at - since),
+                Trained(save.step - turn, end - at, 0.0),
+            )
+        beside = end if has_others else min(self._over_at, end)
+        return (Trained(steps, end - since, max(beside - since, 0.0)),)
+
+    def restored(self, report: RestoreReport) -> None:
+        """A restore: what comes next does not go on from the save before."""
+        self._since = self._alone = None
+        self._note(self.found.with_read(report.bytes_read, report.total_secs))
+
+    # Any thread.
+
+    def durable(self, save: SaveInFlight) -> None:
+        """A save is durable."""
+        save.at_once = (save.at_once + len(self._flying())) / 2
+
+    def over(self, save: SaveInFlight) -> None:
+        """Nothing is written or removed for a save any more."""
+        self._over_at = time.perf_counter()
+        self._is_alone = all(each is save for each in self._flying())
+
+    def reported(self, save: SaveInFlight, report: SaveReport) -> None:
+        """A save is durable, or dropped."""
+        if not save.at_once or report.outcome == "dropped":
+            return
+        found = self.found
+        if found.run not in (None, report.run):
+            found = Measurements()
+        found = dataclasses.replace(
+            found, run=report.run, processes=jax.process_count()
+        )
+        blocking = save.blocking_secs
+        if blocking is None:
+            blocking = report.blocking_secs - report.wait_secs
+        written = report.total_secs - report.wait_secs - blocking
+        measured = MeasuredSave(
+            step=report.step,
+            parent=report.parent,
+            kind=report.kind,
+            nbytes=report.total_bytes,
+            fixed_bytes=report.dense_bytes + report.manifest_bytes,
+            plain_bytes=report.state_bytes,
+            blocking_secs=max(blocking, 0.0),
+            durable_secs=max(written, 0.0) + report.commit_secs,
+            in_flight=save.at_once,
+            agree_secs=save.agree_secs,
+            trained=save.trained,
+        )
+        self._note(found.with_save(measured))
+
+    # The thread of reports.
+
+    def keep(self, *, at_once: bool = False) -> None:
+        """Notes in the root what was measured, now and then; a failure is logged."""
+        now = time.perf_counter()
+        is_due = at_once or now > self._noted_at + _NOTED_SECS
+        if not (is_due and self._has_news and self._is_noted()):
+            return
+        if len(self.found.saves) < ENOUGH:
+            return  # which tell nothing
+        self._has_news, self._noted_at = False, now
+        try:
+            self.found.write(self._root)
+        except OSError as error:
+            _log.info("what saves took is not noted: %s", error)
+
+    @property
+    def found(self) -> Measurements:
+        """All that was measured, with what the root tells of the run before this program."""
+        if self._found is None:
+            self._found = read_measurements(self._root) or Measurements()
+        return self._found
+
+    def _note(self, found: Measurements) -> None:
+        self._found, self._has_news = found, True
+
+
+def _is_pending(leaf: Any) -> bool:
+    """Whether a leaf is an array that is being computed."""
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        return False
+    is_ready: Callable[[], bool] | None = getattr(leaf, "is_ready", None)
+    return is_ready is not None and not is_ready()  # keys of random numbers have none

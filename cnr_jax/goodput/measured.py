@@ -1,0 +1,234 @@
+"""Saves as they were measured, and the profile that follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cnr_jax.goodput.profile import ENOUGH, Profile, Seconds
+
+# Growth of changed rows with train steps, if a run does not show it, as where look-ups are skewed.
+_USUAL_EXPONENT = 0.7
+# More than bytes or seconds of a save can be.
+_MOST = 1e18
+# What differs by less, as a share of the largest, does not tell a slope.
+_TELLING = 0.1
+# Share of its time that a train step loses beside a save at most, as far as is believed.
+_MOST_LOST = 0.9
+
+
+class Trained(NamedTuple):
+    """Train steps in a row, between two saves or in a part of that time.
+
+    Attributes:
+        steps: their number.
+        secs: seconds that they took.
+        beside_secs: of these, seconds in which a save was in flight.
+    """
+
+    steps: int
+    secs: float
+    beside_secs: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSave:
+    """Save as it was measured.
+
+    Attributes:
+        step: its number.
+        parent: step of a delta's parent; None: it is a full one, or that is not known.
+        kind: `"full"` or `"delta"`.
+        nbytes: bytes that it wrote.
+        fixed_bytes: of these, bytes that every save writes alike: dense leaves and manifests.
+        plain_bytes: bytes that a plain full save would have written; 0: not known.
+        blocking_secs: seconds for which it held training up; None: not known.
+        durable_secs: seconds from then until it was durable; None: not known.
+        in_flight: saves in flight while it was written, itself among them, on average.
+        agree_secs: seconds in which process 0 waited for each other one; 0 of one process.
+        trained: train steps between the save before and this one.
+    """
+
+    step: int
+    parent: int | None
+    kind: str
+    nbytes: int
+    fixed_bytes: int
+    plain_bytes: int = 0
+    blocking_secs: float | None = None
+    durable_secs: float | None = None
+    in_flight: float = 1.0
+    agree_secs: float = 0.0
+    trained: tuple[Trained, ...] = ()
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> MeasuredSave:
+        """Reads what `dataclasses.asdict` has made of one.
+
+        Raises:
+            TypeError, ValueError: if it is something else.
+        """
+        trained = tuple(Trained(*each) for each in document["trained"])
+        numbers = [v for k, v in document.items() if k not in ("kind", "trained")]
+        for each in (*numbers, *itertools.chain(*trained)):
+            if each is not None and not 0 <= each < _MOST:
+                raise ValueError(f"{each} is nothing that is measured")
+        return cls(**{**document, "trained": trained})
+
+
+def measured_profile(
+    saves: Sequence[MeasuredSave],
+    reads: Sequence[tuple[float, float]] = (),
+    *,
+    restart_secs: float = 0.0,
+    processes: int = 1,
+) -> Profile | None:
+    """Profile of a run from saves that were measured.
+
+    Typical figures are medians, so that what is compiled in first saves does not count.
+
+    Args:
+        saves: saves in their order.
+        reads: bytes and seconds of restores.
+        restart_secs: seconds of a restart, which no save tells.
+        processes: processes that saved.
+
+    Returns:
+        The profile; None: too few saves tell of train steps between them. Figures on which too
+        little rests have few `samples`.
+    """
+    trained = [each for save in saves for each in save.trained if each.steps > 0]
+    told = sum(bool(save.trained) for save in saves)
+    if told < ENOUGH - 1:
+        return None
+    pace, lost = _pace(trained)
+    if not np.median(pace):
+        return None
+    blocked = [save for save in saves if save.blocking_secs is not None]
+    written = [save for save in saves if save.durable_secs is not None]
+    alone = [save for save in written if round(save.in_flight) <= 1]
+    # Without enough that flew alone: those that did not tell what a write takes at most.
+    write = _durable(alone if len(alone) >= ENOUGH else written)
+    fixed = _median(save.fixed_bytes for save in saves)
+    plain = _median(save.plain_bytes for save in saves if save.plain_bytes)
+    fulls = [save.nbytes for save in saves if save.kind == "full"]
+    steps, changed, exponent = _growth(saves, fixed)
+    return Profile(
+        step=dataclasses.replace(_seconds([0.0] * len(pace), pace), samples=told),
+        blocking=_seconds(
+            (save.nbytes for save in blocked), (save.blocking_secs for save in blocked)
+        ),
+        write=write,
+        restore=_seconds(*zip(*reads, strict=True)) if reads else _seconds([], []),
+        restart_secs=restart_secs,
+        full_bytes=_median(fulls) if fulls else plain,
+        plain_bytes=plain,
+        dense_bytes=fixed,
+        changed_bytes=_median(changed / steps**exponent),
+        exponent=exponent,
+        contention=lost / (1 - lost),
+        in_flight=_slowed(written, write) if len(alone) >= ENOUGH else (1.0,),
+        node_secs=_median(save.agree_secs for save in saves if save.agree_secs),
+        processes=processes,
+    )
+
+
+def _pace(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
+    """Seconds of a train step beside no save, and the share of its time that it loses beside one.
+
+    As many steps take longer the longer saves were in flight meanwhile.
+    """
+    steps, secs, beside = np.array(trained, float).T
+    lost = _slope(beside / steps, secs / steps)
+    lost = min(max(lost or 0.0, 0.0), _MOST_LOST)
+    return (secs - lost * beside) / steps, lost
+
+
+def _durable(saves: Sequence[MeasuredSave]) -> Seconds:
+    return _seconds(
+        (save.nbytes for save in saves), (save.durable_secs for save in saves)
+    )
+
+
+def _slowed(saves: Sequence[MeasuredSave], alone: Seconds) -> tuple[float, ...]:
+    """How many times longer a write takes with 1, 2, ... in flight, as far as there were enough."""
+    found = [1.0]
+    while True:
+        count = len(found) + 1
+        times = [
+            (save.durable_secs or 0.0) / max(alone.of(float(save.nbytes)), 1e-9)
+            for save in saves
+            if round(save.in_flight) == count
+        ]
+        if len(times) < ENOUGH:
+            return tuple(found)
+        found.append(max(found[-1], float(np.median(times))))
+
+
+def _growth(
+    saves: Sequence[MeasuredSave], fixed: float
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Steps since their parents and changed bytes of deltas, and the exponent of their growth."""
+    sizes = {
+        save.step - save.parent: save.nbytes - fixed
+        for save in saves
+        if save.parent is not None and save.step > save.parent
+    }
+    steps = np.array([n for n, size in sizes.items() if size > 0], float)
+    changed = np.array([size for size in sizes.values() if size > 0])
+    exponent = _slope(np.log(steps), np.log(changed))
+    exponent = _USUAL_EXPONENT if exponent is None else min(max(exponent, 0.0), 1.0)
+    return steps, changed, exponent
+
+
+def _seconds(sizes: Iterable[float], secs: Iterable[float | None]) -> Seconds:
+    """Line through measured seconds by bytes, and how far a tenth of them lie from it.
+
+    The first one is left out, as it compiles. Where it has the most bytes, as the first full save
+    often has, it is what that takes at most.
+    """
+    x, y = np.array([*sizes], float), np.array([*secs], float)
+    samples = len(y)
+    if not samples:
+        return Seconds(fixed=0.0, samples=0)
+    first = x[0], y[0]
+    if samples > ENOUGH:
+        x, y = x[1:], y[1:]
+    per_byte = max(_slope(x, y) or 0.0, 0.0)
+    fixed = float(np.median(y - per_byte * x))
+    if fixed < 0:
+        fixed, per_byte = 0.0, float(np.median(y / x))
+    if first[0] > x.max():
+        per_byte = min(per_byte, max(first[1] - fixed, 0.0) / first[0])
+    usual = fixed + per_byte * x
+    low, high = np.quantile(y / usual, [0.1, 0.9]) if usual.all() else (1.0, 1.0)
+    return Seconds(
+        fixed=fixed,
+        per_byte=float(per_byte),
+        low=min(float(low), 1.0),
+        high=max(float(high), 1.0),
+        samples=samples,
+    )
+
+
+def _slope(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Median slope of all pairs that are far enough apart to tell one; None if none are.
+
+    A few measurements that are far off do not move it.
+    """
+    i, j = np.triu_indices(len(x), 1)
+    apart = x[j] - x[i]
+    telling = np.abs(apart) > _TELLING * np.abs(x).max(initial=0.0)
+    if not telling.any():
+        return None
+    return float(np.median((y[j] - y[i])[telling] / apart[telling]))
+
+
+def _median(values: Iterable[float]) -> float:
+    """Median of numbers; 0 of none."""
+    found = [*values]
+    return float(np.median(found)) if found else 0.0
