@@ -40,6 +40,7 @@ from cnr_jax.checkpointer.saving.check import (
     table_entries,
 )
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.interval import Interval
 from cnr_jax.checkpointer.saving.launch import Launcher
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.plan import Planning
@@ -89,6 +90,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         channel: to the other processes.
         planning: how the processes decide on a save.
         lifecycle: what becomes of it once it is launched.
+        interval: how often a save is due, if the manager decides that itself.
         may_save: whether saves can come, and go on as the run of a restore did.
     """
 
@@ -124,12 +126,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._launcher = Launcher(
             self._tracker, self.widening, self.channel, self.options
         )
+        is_auto = self.options.interval == "auto"
+        self.interval = Interval(self.options) if is_auto else None
         self.planning = Planning(
             self.channel,
             self.writer,
             self.lifecycle,
             self._planner,
             self.widening,
+            self.interval,
         )
 
     def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
@@ -221,6 +226,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 doubts=self.tables.doubts if self.tables else (),
                 find_secs=time.perf_counter() - started,
                 wait_secs=changed.wait_secs,
+                interval=self.interval,
                 fingerprint_secs=changed.secs,
             ),
         )
@@ -459,12 +465,14 @@ def handler_registry(
     Raises:
         OptionError: if an option is not known, or only works in `CheckpointManager`.
     """
-    for name in ("mirror", "near"):
-        where = getattr(options, name, None)
-        if where is not None:
+    for name in ("mirror", "near", "interval"):
+        given = getattr(options, name, None)
+        if given is not None:
+            does = "decides on no save" if name == "interval" else "copies nothing"
+            also = "" if name == "interval" else ", or the command cnr-jax mirror"
             raise errors.OptionError(
-                f"{name} is {where!r}, but a plain manager of Orbax copies nothing\n"
-                "  hint: cnr_jax.CheckpointManager does, or the command cnr-jax mirror"
+                f"{name} is {given!r}, but a plain manager of Orbax {does}\n"
+                f"  hint: cnr_jax.CheckpointManager does{also}"
             )
     return registry_of(tables, options)
 

@@ -115,7 +115,7 @@ class CheckpointManager(ocp.CheckpointManager):
         `tables` it only restores. `help(cnr_jax.CheckpointManager)` tells what each is for.
         """
         options = checked(options)
-        orbax_options = checked_orbax_options(orbax_options)
+        orbax_options = checked_orbax_options(orbax_options, options.interval)
         registry = registry_of(tables, options)
         self._handler = handler = registry.handler
         handler.may_save &= not orbax_options.read_only
@@ -200,6 +200,7 @@ class CheckpointManager(ocp.CheckpointManager):
             channel,
             options,
             lambda step: self._saves.meter.tick(step),
+            handler.interval,
         )
         policy: Any = orbax_options.preservation_policy
         given = orbax_options.async_options or ocp.AsyncOptions()
@@ -217,6 +218,7 @@ class CheckpointManager(ocp.CheckpointManager):
             self._warm_up.compile_for,
             given.post_finalization_callback or (lambda: None),
             options,
+            handler.interval.learn if handler.interval else lambda found: None,
         )
 
     @property
@@ -346,6 +348,8 @@ class CheckpointManager(ocp.CheckpointManager):
         step = checked_step(step)
         if self._steps.options.read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
+            return False
+        if not force and self._progress.is_passed(step, self.should_save):
             return False
         check_arguments(args, items, save_kwargs, Save)
         state, self._listing.item = state_to_save(args, self._listing.item)

@@ -20,6 +20,7 @@ from cnr_jax.rows.codecs import Codec
 from cnr_jax.telemetry import SaveReport
 
 _NEAR_STEPS = 2
+_SLOWDOWN = 0.03
 _INTEGERS = (
     "bits",
     "expected_restores",
@@ -178,6 +179,16 @@ class Options:
             host until the mirror has it, as reports say. `mirror_keep` says what stays in the root.
         near_steps: steps that stay near, the newest ones, and what they rest on. What is not in the
             root yet stays too.
+        interval: `"auto"`: `save` is called at each step, and decides itself whether one is due. It
+            saves as often as `slowdown` allows by what saves of this run cost, as measured, and
+            follows that; the log and `SaveReport.interval_changed` say when and why. All processes
+            do alike, and exchange nothing at steps that do not save. None: `orbax_options` say
+            when, such as `save_interval_steps`. Needs `CheckpointManager`.
+        slowdown: share by which saves may make training longer, for `interval="auto"`.
+        max_lost_secs: seconds of training that a failure may take at most, for `interval="auto"`:
+            saves come at least so often that, though one fails, the next is durable in time,
+            whatever that costs. None sets no limit. With several processes it goes by the seconds
+            of steps that were measured, not by the clock, so that no step takes a message.
         save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
             it SIGTERM ends the program. With `jax.distributed.initialize` jax listens for it, and
             this changes nothing. Processes that the run forks do not listen. See
@@ -213,6 +224,9 @@ class Options:
     metrics: bool = False
     timeout_secs: float = 600.0
     when_busy: Literal["wait", "skip"] = "wait"
+    interval: Literal["auto"] | None = None
+    slowdown: float = _SLOWDOWN
+    max_lost_secs: float | None = None
     save_on_sigterm: bool = False
     new_run: bool = False
     adopt: bool = False
@@ -230,6 +244,7 @@ class Options:
         self._check_kinds()
         self._check_tracking()
         self._check_mirror()
+        self._check_interval()
         if self.staging not in ("auto", "host", "device"):
             raise errors.OptionError(
                 f"staging {self.staging!r} is not known, expected 'auto', 'host' or 'device'"
@@ -389,6 +404,27 @@ class Options:
                 f"near_steps is {self.near_steps!r}, but no near root is given\n"
                 '  hint: near="/dev/shm/run"'
             )
+
+    def _check_interval(self) -> None:
+        if self.interval not in (None, "auto"):
+            raise errors.OptionError(
+                f"interval is {self.interval!r}, expected 'auto' or None\n"
+                "  hint: orbax_options=ocp.CheckpointManagerOptions(save_interval_steps=100)"
+            )
+        for name, default in (("slowdown", _SLOWDOWN), ("max_lost_secs", None)):
+            value: Any = getattr(self, name)
+            if value == default:
+                continue
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not 0 < float(value) < np.inf:
+                raise errors.OptionError(
+                    f"{name} is {value!r}, expected a number above 0"
+                )
+            if self.interval is None:
+                raise errors.OptionError(
+                    f"{name} is {value!r}, but orbax_options say when a save is due\n"
+                    '  hint: interval="auto"'
+                )
 
     def _check_tracking(self) -> None:
         known = get_args(Tracking)

@@ -80,6 +80,8 @@ class SaveReport:
         mirror_lag_secs: seconds since the oldest of these was committed.
         mirror_backlog_bytes: bytes of these.
         mirror_problem: why steps are not copied to the mirror, in a line; empty if they are.
+        interval_steps: train steps until the next save, with `Options(interval="auto")`.
+        interval_changed: why these are others than before, in a line; empty if they are not.
         near_problem: why it was saved to the root directly, though `Options.near` is given; empty
             if it was not.
         damaged: path below the root of the file that is missing or cut short, beginning with the
@@ -124,6 +126,8 @@ class SaveReport:
     mirror_backlog_bytes: int | None = None
     mirror_problem: str = ""
     near_problem: str = ""
+    interval_steps: int | None = None
+    interval_changed: str = ""
 
     @property
     def total_bytes(self) -> int:

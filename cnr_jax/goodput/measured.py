@@ -105,7 +105,7 @@ def measured_profile(
     told = sum(bool(save.trained) for save in saves)
     if told < ENOUGH - 1:
         return None
-    pace, lost = _pace(trained)
+    pace, lost = pace_of_trained(trained)
     if not np.median(pace):
         return None
     blocked = [save for save in saves if save.blocking_secs is not None]
@@ -137,8 +137,8 @@ def measured_profile(
     )
 
 
-def _pace(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
-    """Seconds of a train step beside no save, and the share of its time that it loses beside one.
+def pace_of_trained(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
+    """Seconds of train steps beside no save, and the share of its time that one loses beside one.
 
     As many steps take longer the longer saves were in flight meanwhile.
     """

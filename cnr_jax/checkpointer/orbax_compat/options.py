@@ -12,11 +12,22 @@ from cnr_jax import errors
 from cnr_jax.repository.committer import Committer, committer_for
 from cnr_jax.repository.store import AnyPath
 
+# Of Orbax's options: what says when a save is due.
+_WHEN = (
+    "save_interval_steps",
+    "save_on_steps",
+    "should_save_fn",
+    "save_decision_policy",
+)
 
-def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions:
+
+def checked_orbax_options(
+    orbax_options: object, interval: str | None = None
+) -> ocp.CheckpointManagerOptions:
     """The options for Orbax that were given, or its default ones.
 
-    Processes must have the usual parts in them.
+    Processes must have the usual parts in them. They must not say when a save is due if an
+    `interval` does.
 
     Raises:
         OptionError: if they are of another kind, or give the part of process 0 to another, or
@@ -49,7 +60,16 @@ def checked_orbax_options(orbax_options: object) -> ocp.CheckpointManagerOptions
             f"  got {asked.barrier_sync_fn!r}, expected None\n"
             "  hint: Options(timeout_secs=...) says how long they wait for each other"
         )
-    return orbax_options or ocp.CheckpointManagerOptions()
+    usual = ocp.CheckpointManagerOptions()
+    orbax_options = orbax_options or usual
+    for name in _WHEN if interval else ():
+        if (said := getattr(orbax_options, name)) != getattr(usual, name):
+            raise errors.OptionError(
+                "it is said twice when a save is due: options and orbax_options\n"
+                f"  got interval={interval!r} and {name}={said!r}\n"
+                "  hint: leave one of them out"
+            )
+    return orbax_options
 
 
 def check_deletion(root: AnyPath, options: ocp.CheckpointManagerOptions) -> None:

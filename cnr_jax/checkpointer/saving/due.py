@@ -9,6 +9,7 @@ from cnr_jax.args import Save
 from cnr_jax.checkpointer.multihost import Channel, on_primary
 from cnr_jax.checkpointer.orbax_compat.distributed import is_distributed
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps
+from cnr_jax.checkpointer.saving.interval import Interval
 from cnr_jax.checkpointer.saving.preemption import Sigterm
 from cnr_jax.options import Options
 from cnr_jax.rows.touched import Touched, clock_of, lineage_hex
@@ -37,6 +38,7 @@ class Progress:
         channel: to the other processes.
         options: of the run.
         tick: is told of steps that are done.
+        interval: to the next save, if no option of the user says it.
 
     Raises:
         OptionError: if SIGTERM is to be listened to, but not in the main thread.
@@ -51,8 +53,9 @@ class Progress:
         channel: Channel,
         options: Options,
         tick: Callable[[int], None],
+        interval: Interval | None,
     ) -> None:
-        self._tick = tick
+        self._tick, self._interval = tick, interval
         self._steps, self._flying, self._is_full = steps, flying, is_full
         self._uses, self._channel = uses, channel
         self._skips = options.when_busy == "skip"
@@ -96,19 +99,35 @@ class Progress:
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from the tip."""
         self._tick(step)
+        if self._interval is not None and not self._interval.is_due(step):
+            return self._is_last(step)
         tip = self.tip
         after = tip.step if tip else None
         if self._steps.is_due(step, after, self._flying(), is_busy=self._is_full()):
             return True
+        return self._is_last(step)
+
+    def _is_last(self, step: int) -> bool:
+        tip = self.tip
         ahead = tip is None or step > tip.step
         is_read_only = self._steps.options.read_only
         return ahead and not is_read_only and self.reached_preemption(step)
+
+    def is_passed(self, step: int, should_save: Callable[[int], bool]) -> bool:
+        """Whether nothing is to be done at a step that comes before the next save.
+
+        Looks at nothing but the number of the step. False where that is not known so easily.
+        """
+        interval = self._interval
+        return interval is not None and interval.goes_on(step) and not should_save(step)
 
     def begin(self, nonce: str, step: int, touched: Touched | None) -> None:
         """A save begins: it is the tip, unless it fails."""
         if self._sigterm is not None:
             self._sigterm.is_unheard = False
         self._begun[nonce] = self._tip_at(step, touched)
+        if self._interval is not None:
+            self._interval.start_at(step)
 
     def ended(self, nonce: str, *, committed: bool) -> None:
         """It is known what became of a save; the step of one that failed is due again."""
@@ -126,6 +145,8 @@ class Progress:
 
     def _start_at(self, tip: Tip | None) -> None:
         self._begun, self._sure = {}, tip
+        if self._interval is not None:
+            self._interval.start_at(tip and tip.step)
 
     def _leaves(self, step: int, touched: Touched | None) -> bool:
         """Whether an older step is no repetition but a state that does not rest on the tip.

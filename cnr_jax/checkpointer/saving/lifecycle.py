@@ -380,6 +380,9 @@ class Lifecycle:
             return
         self.report = report
         if self.meter is not None:
-            self.meter.reported(flight, report)
+            try:
+                self.meter.reported(flight, report)
+            except Exception:  # advice alone rests on it
+                _log.exception("what step %d took is not measured", flight.step)
         tell = self.listener.tell if self.managed else self.listener.tell_here
         tell(report, flight.place.root)

@@ -39,6 +39,7 @@ class Meter:
         flying: saves that are in flight.
         is_noted: whether this process notes what it measures in the root.
         is_new: whether what is noted there is of an earlier run.
+        learn: is told of all that was measured, with each save.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Meter:
         *,
         is_noted: Callable[[], bool],
         is_new: bool,
+        learn: Callable[[Measurements], None] = lambda found: None,
     ) -> None:
+        self._learn = learn
         self._root, self._flying, self._is_noted = root, flying, is_noted
         self._found = Measurements() if is_new else None
         self._has_news, self._noted_at = False, time.perf_counter()
@@ -147,6 +150,7 @@ class Meter:
             trained=save.trained,
         )
         self._note(found.with_save(measured))
+        self._learn(self.found)
 
     # The thread of reports.
 

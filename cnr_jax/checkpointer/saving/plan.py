@@ -18,6 +18,7 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.multihost import Channel, agree, on_primary
 from cnr_jax.checkpointer.save_errors import save_error
 from cnr_jax.checkpointer.saving.dense import digest_of_local, is_host_local
+from cnr_jax.checkpointer.saving.interval import Interval
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows
@@ -57,6 +58,7 @@ class Planning:
         lifecycle: is settled by each plan.
         planner: decides, on process 0.
         widening: puts the width of codes into the plan.
+        interval: to the next save, if that is decided too.
     """
 
     _channel: Channel
@@ -64,6 +66,7 @@ class Planning:
     _lifecycle: Lifecycle
     _planner: Planner
     _widening: Widening
+    _interval: Interval | None = None
     # Of checkpoints that a delta of all bits was to rest on, whether they hold all bits.
     _exact: dict[str, bool] = dataclasses.field(default_factory=dict, init=False)
 
@@ -100,6 +103,8 @@ class Planning:
             # Other processes may know of no error, such as one in deleting old steps, or of another
             # one. Without a state they agree on a nonce instead, and hear of it there.
             self.refuse(error)
+            if self._interval is not None:
+                self._interval.start_at(None)  # all raise it, and the next step is due
             raise
         waited_secs = time.perf_counter() - started
         if waited_secs > _LONG_SECS:
@@ -181,6 +186,8 @@ class Planning:
         told = self._agree(said, None, decide)
         # Who lists steps for its manager looks at it.
         self._writer.changed = self._lifecycle.managed and told["changed"]
+        if self._interval is not None:
+            self._interval.settle(step_number(directory), *told["interval"])
         if jax.process_index() == 0:
             others = jax.process_count() - 1
             return told["plan"], heard_secs / others if others else 0.0
@@ -232,6 +239,7 @@ class Planning:
                             "flying": [each.plan.uuid for each in flying],
                             "known": known,
                             "changed": self._writer.changed,
+                            "interval": self._interval and self._interval.decided(),
                             "gaps": gaps,
                         }
             lifecycle.wait()

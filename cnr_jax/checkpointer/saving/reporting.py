@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
+from cnr_jax.checkpointer.saving.interval import Interval
 from cnr_jax.format.manifest import Manifest, TableEntry, Tracking, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.describe import state_bytes
@@ -24,6 +25,7 @@ def report_of_begun(
     doubts: tuple[str, ...],
     find_secs: float,
     wait_secs: float,
+    interval: Interval | None,
     fingerprint_secs: float,
 ) -> SaveReport:
     """What is known of a save once it is decided; sizes and other seconds are 0 until they are.
@@ -35,6 +37,7 @@ def report_of_begun(
         doubts: dense leaves that may be slots.
         find_secs: until it was decided.
         wait_secs: of these, for the train step that made the state.
+        interval: to the next save, if the manager decides on it.
         fingerprint_secs: of these, for looking for changed rows.
     """
     return SaveReport(
@@ -58,6 +61,8 @@ def report_of_begun(
         run=plan.run or None,
         find_secs=find_secs,
         wait_secs=wait_secs,
+        interval_steps=interval and interval.steps,
+        interval_changed=interval.changed if interval else "",
         doubts=doubts,
         inherited=inherited,
     )

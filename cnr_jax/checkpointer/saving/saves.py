@@ -26,6 +26,7 @@ from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.tracking.tracker import ChangedRows
 from cnr_jax.format import names
+from cnr_jax.goodput.measurements import Measurements
 from cnr_jax.options import Options
 from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.index.catalogue import Noted
@@ -62,6 +63,7 @@ class Saves:
         warm_up: for each plan, before anything of it is staged.
         before_commit: of the user; called when a save is about to be committed.
         options: of the run.
+        learn: is told of what saves took.
 
     Attributes:
         pipeline: that they go through.
@@ -83,6 +85,7 @@ class Saves:
     _warm_up: Callable[[SavePlan], None]
     _before_commit: Callable[[], None]
     _options: Options
+    _learn: Callable[[Measurements], None]
     # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
     # it, is not to wait for it.
     _inside: object | None = dataclasses.field(default=None, init=False)
@@ -99,6 +102,7 @@ class Saves:
             self.pipeline.in_flight,
             is_noted=lambda: self._writer.writes,
             is_new=self._options.new_run,
+            learn=self._learn,
         )
         self._lifecycle.listener.keep = self.meter.keep
 

@@ -1,0 +1,296 @@
+"""A manager that decides itself how often it saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import pytest
+
+import cnr_jax as cnr
+from cnr_jax.checkpointer.saving.interval import Interval
+from cnr_jax.errors import OptionError, SaveError
+from cnr_jax.goodput.measured import MeasuredSave, Trained
+from cnr_jax.goodput.measurements import Measurements
+from cnr_jax.goodput.pacing import SaveCost, best_interval, cost_of_saves
+
+COST = SaveCost(
+    step_secs=0.01,
+    slow_secs=0.012,
+    blocking_secs=0.02,
+    lost=0.0,
+    durable_secs=((1.0, 0.1),),
+)
+
+
+def interval(cost: SaveCost = COST, now: int = 1000, **given: Any) -> int | None:
+    """The next interval after `now`; None: it stays."""
+    found = best_interval(cost, now, **{"slowdown": 0.03, **given})
+    return found and found[0]
+
+
+def settled(cost: SaveCost = COST, now: int = 1000, **given: Any) -> int:
+    """The interval that it comes to."""
+    while (found := interval(cost, now, **given)) is not None:
+        now = found
+    return now
+
+
+def cost(**fields: Any) -> SaveCost:
+    return dataclasses.replace(COST, **fields)
+
+
+def test_the_interval_is_the_shortest_within_the_budget() -> None:
+    assert settled() == 67  # 20 ms of 670, and of 660 they would be more than 3 %
+    assert settled(slowdown=0.3) == 10  # until a save is durable
+    assert settled(slowdown=0.3, in_flight=2) == 7
+    assert settled(cost(lost=0.105)) == 102  # 10.5 ms more
+    # Beside saves all the time: a tenth of the time of steps is more than the budget allows.
+    slow = cost(lost=0.1, durable_secs=((1.0, 5.0),))
+    assert (
+        settled(slow, slowdown=0.2, in_flight=50) == 23
+    )  # 20 ms of 23 steps, and 1 / 9
+    assert settled(slow, slowdown=0.05, in_flight=50, now=2000) == 1040
+    # Training waits for a full save now and then.
+    fulls = cost(durable_secs=((0.9, 0.1), (0.1, 3.0)))
+    assert settled(fulls, now=2000) == 247
+    assert fulls.slowdown(247, 1) <= 0.03 < fulls.slowdown(246, 1)
+
+
+def test_the_interval_is_left_alone_while_it_will_do() -> None:
+    assert interval(now=67) is None
+    assert interval(now=64) is None and interval(now=63) == 67
+    assert interval(now=83) is None and interval(now=84) == 67
+    # One measurement that is far off does not last.
+    assert (
+        interval(now=2) == 8 and interval(now=1000) == 250 and interval(now=250) == 67
+    )
+
+
+def test_no_more_is_lost_than_is_allowed_though_a_save_fails() -> None:
+    most = 1.0
+    found = settled(max_lost_secs=most)
+    assert found < 67
+    # Of two intervals, and one step, the second save is durable.
+    slow = 0.012 * 1.03
+    assert 2 * found * slow + 0.012 + 0.12 <= most
+    assert interval(max_lost_secs=most, now=found) is None
+    assert interval(max_lost_secs=most, now=found + 9) == found
+    assert interval(max_lost_secs=0.1) == 1  # as well as can be
+    assert settled(max_lost_secs=1e6) == 67
+    told = best_interval(COST, 1000, slowdown=0.03, max_lost_secs=most)
+    assert told is not None and told[1].startswith("as max_lost_secs=1 asks: ")
+
+
+def saves(count: int, **fields: Any) -> list[MeasuredSave]:
+    save = MeasuredSave(
+        step=0,
+        parent=0,
+        kind="delta",
+        nbytes=1000,
+        fixed_bytes=10,
+        blocking_secs=0.02,
+        durable_secs=0.1,
+        trained=(Trained(10, 0.1, 0.05),),
+    )
+    found = [dataclasses.replace(save, step=10 * n, **fields) for n in range(count)]
+    return [dataclasses.replace(found[0], kind="full", blocking_secs=9.0), *found[1:]]
+
+
+def test_costs_are_medians_of_each_kind() -> None:
+    assert cost_of_saves([]) is None
+    assert cost_of_saves(saves(9, trained=())) is None
+    found = cost_of_saves(saves(10))
+    assert found is not None
+    assert found.blocking_secs == pytest.approx(0.1 * 9.0 + 0.9 * 0.02)
+    assert found.step_secs == found.slow_secs == pytest.approx(0.01)
+    newer = cost_of_saves(saves(40))  # what came first is forgotten
+    assert newer is not None and newer.blocking_secs == pytest.approx(0.02)
+    few = cost_of_saves(saves(2))
+    assert few is not None and few.lost == 0
+
+
+def test_a_save_is_due_so_many_steps_after_the_one_before() -> None:
+    counted = Interval(cnr.Options(interval="auto"))
+    assert counted.is_due(7) and not counted.goes_on(7)
+    counted.start_at(7)
+    assert [counted.is_due(step) for step in (8, 16, 17, 99)] == [0, 0, 1, 1]
+    counted.learn(Measurements(saves=tuple(saves(40))))
+    assert counted.steps == 10  # not before a message says so, to all
+    settled = counted.decided()
+    assert settled[0] == 40
+    assert counted.decided() == (10, "")
+    counted.settle(17, *settled)
+    counted.start_at(17)
+    assert not counted.is_due(56) and counted.is_due(57)
+    counted.settle(57, *counted.decided())
+    assert (counted.steps, counted.changed) == (40, "")
+    counted.start_at(None)
+    assert counted.is_due(58)
+
+
+def test_a_clock_says_that_a_save_is_due_if_steps_take_longer_than_ever() -> None:
+    options = cnr.Options(interval="auto", max_lost_secs=0.4)
+    counted = Interval(options)
+    counted.start_at(0)
+    assert not counted.is_due(1)
+    time.sleep(0.21)
+    assert counted.is_due(1)
+    counted.start_at(1)
+    assert not counted.is_due(2)
+
+
+# ---- real runs ----------------------------------------------------------------------------------
+
+
+def trained(run: Any, manager: Any, steps: Any, secs: float = 0.0) -> list[int]:
+    """Trains and calls `save` at each step; returns those that were saved."""
+    saved = []
+    for step in steps:
+        run.train(step)
+        jax.block_until_ready(run.state)
+        time.sleep(secs)
+        if run.save(manager, step):
+            saved.append(step)
+    return saved
+
+
+def test_a_run_saves_as_often_as_it_says(
+    tiny_run: Any, opened: Any, caplog: Any
+) -> None:
+    run, reports = tiny_run(), list[Any]()
+    caplog.set_level("INFO", logger="cnr_jax")
+    manager = opened(run, interval="auto", slowdown=0.2, on_save=reports.append)
+    saved = trained(run, manager, range(300), 0.002)
+    manager.wait_until_finished()
+    assert saved[:2] == [0, 10] and len(saved) > 3
+    assert [report.step for report in reports] == saved
+    for one, two in itertools.pairwise(reports):
+        assert two.step - one.step == one.interval_steps
+    changes = [report for report in reports if report.interval_changed]
+    assert changes
+    said = [m for m in caplog.messages if "from here on a save is due" in m]
+    assert len(said) == len(changes)
+    for report, line in zip(changes, said, strict=True):
+        assert line.startswith(f"step {report.step}: ")
+        assert f"every {report.interval_steps} steps" in line
+        assert report.interval_changed in line
+    assert reports[0].interval_steps == 10 and not reports[0].interval_changed
+    assert cnr.verify(manager.directory) == ()
+
+
+def test_a_step_between_saves_looks_at_nothing(tiny_run: Any, opened: Any) -> None:
+    run = tiny_run()
+    manager = opened(run, interval="auto")
+    assert trained(run, manager, [0]) == [0]
+    manager.wait_until_finished()
+    gone = jax.tree.map(lambda x: x + 0, (run.state, run.touched))
+    for leaf in jax.tree.leaves(gone):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+    args = cnr.args.Save(*gone)
+    for step in range(1, 10):
+        assert not manager.save(step, args=args)
+    with pytest.raises(cnr.errors.CnrError):
+        manager.save(10, args=args)
+    # Nothing was saved: the next step is due.
+    assert trained(run, manager, [11, 12]) == [11]
+    assert manager.save(13, args=cnr.args.Save(run.state, run.touched), force=True)
+    manager.wait_until_finished()
+    due = 13 + manager.last_report.interval_steps
+    assert manager.should_save(due)
+    assert due == 14 or not manager.should_save(due - 1)
+
+
+def test_a_save_that_failed_is_made_again_at_the_next_step(
+    tiny_run: Any, opened: Any, storage: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run, interval="auto")
+    trained(run, manager, [0])
+    manager.wait_until_finished()
+    with storage.failing():
+        assert trained(run, manager, range(1, 12)) == [10]
+        while manager.is_saving_in_progress():
+            time.sleep(0.01)
+    assert trained(run, manager, range(12, 20)) == []
+    with pytest.raises(SaveError):
+        trained(run, manager, [20])
+    assert trained(run, manager, [21, 22]) == [21]
+    manager.wait_until_finished()
+    assert manager.all_steps() == [0, 21]
+
+
+def test_a_restored_run_counts_from_the_step_that_was_restored(
+    tiny_run: Any, opened: Any
+) -> None:
+    run = tiny_run()
+    first = opened(run, interval="auto")
+    assert trained(run, first, range(25))[:2] == [0, 10]
+    first.close()
+    newest = first.all_steps()[-1]
+    manager = opened(run, interval="auto")
+    run.restore(manager, newest)
+    assert trained(run, manager, range(newest + 1, newest + 12)) == [newest + 10]
+    manager.wait_until_finished()
+    # A rollback counts from where it goes on.
+    run.restore(manager, 0)
+    run.salt = 1
+    assert trained(run, manager, range(1, 12))[0] == 10
+    manager.wait_until_finished()
+
+
+def test_the_last_save_before_the_end_is_due_whatever_the_interval(
+    tiny_run: Any, opened: Any
+) -> None:
+    run = tiny_run()
+    manager = opened(run, interval="auto", save_on_sigterm=True)
+    assert trained(run, manager, [0, 1]) == [0]
+    signal.raise_signal(signal.SIGTERM)
+    assert trained(run, manager, [2]) == [2]
+    assert manager.reached_preemption(2) and manager.all_steps() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"interval": 10}, "interval is 10, expected 'auto' or None"),
+        ({"interval": "auto", "slowdown": 0}, "slowdown is 0, expected a number above"),
+        ({"interval": "auto", "max_lost_secs": "1"}, "max_lost_secs is '1', expected"),
+        ({"interval": "auto", "max_lost_secs": float("nan")}, "max_lost_secs is nan"),
+        ({"slowdown": 0.1}, "slowdown is 0.1, but orbax_options say when"),
+        ({"max_lost_secs": 60}, "max_lost_secs is 60, but orbax_options say when"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        cnr.Options(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"save_interval_steps": 5},
+        {"save_on_steps": [5]},
+        {"should_save_fn": lambda step, last: True},
+        {"save_decision_policy": ocp.checkpoint_managers.FixedIntervalPolicy(3)},
+    ],
+)
+def test_when_a_save_is_due_is_said_once(
+    tiny_run: Any, opened: Any, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    run = tiny_run()
+    with pytest.raises(OptionError, match=f"said twice.*\n.*{next(iter(given))}"):
+        opened(run, interval="auto", **given)
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_plain_manager_of_orbax_decides_on_no_save(tiny_run: Any) -> None:
+    with pytest.raises(OptionError, match="a plain manager of Orbax decides on no"):
+        cnr.handler_registry(tiny_run().tables, cnr.Options(interval="auto"))
