@@ -191,6 +191,12 @@ def test_jax_monitoring_hears_of_phases_and_restores(run: Run) -> None:
     assert run.heard["/cnr_jax/restore/bytes_read"] == restored.bytes_read
     assert run.heard["/cnr_jax/restore/chain_length"] == 2
     assert run.heard["/cnr_jax/restore/duration_secs"] == restored.total_secs
+    # As Orbax calls it, for its exporters.
+    assert run.heard["/jax/orbax/read/total_duration_secs"] == restored.total_secs
+    blocking = report.blocking_secs - report.wait_secs
+    assert run.heard["/jax/orbax/write/blocking_duration_secs"] == blocking
+    total = report.total_secs + report.commit_secs
+    assert run.heard["/jax/orbax/write/total_duration_secs"] == total
 
 
 # ---- the file of metrics --------------------------------------------------------------------

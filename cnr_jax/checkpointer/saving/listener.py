@@ -42,6 +42,21 @@ def monitor(report: SaveReport | RestoreReport) -> None:
         counted("/cnr_jax/save/mean_row_error", report.mean_row_error, kind=kind)
 
 
+def monitor_as_orbax(report: SaveReport | RestoreReport) -> None:
+    """Hands the seconds of a report to `jax.monitoring` by the names that Orbax has for them.
+
+    Exporters of Orbax's metrics show them. What training waited for the train step is no part.
+    """
+    took = jax.monitoring.record_event_duration_secs
+    if isinstance(report, RestoreReport):
+        took("/jax/orbax/read/total_duration_secs", report.total_secs)
+    elif report.outcome == "committed":
+        blocking = report.blocking_secs - report.wait_secs
+        took("/jax/orbax/write/blocking_duration_secs", blocking)
+        total = report.total_secs + report.commit_secs
+        took("/jax/orbax/write/total_duration_secs", total)
+
+
 class Listener:
     """Tells who listens of saves and restores, in their order, in one thread of its own.
 
@@ -54,7 +69,8 @@ class Listener:
 
     Attributes:
         last_restore: the last report of a restore; None before one.
-        keep: called after each report.
+        keep: called after each report, by a manager of ours; by one of Orbax, that says to
+            `jax.monitoring` itself what it has names for.
     """
 
     def __init__(
@@ -62,7 +78,7 @@ class Listener:
     ) -> None:
         self._on_save, self._metrics = on_save, metrics
         self.last_restore: RestoreReport | None = None
-        self.keep: Callable[[], None] = _do_nothing
+        self.keep: Callable[[], None] | None = None
         self._has_hinted = False
         # Its thread is waited for when the interpreter exits, and ends when nobody holds this.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "cnr_report")
@@ -121,7 +137,8 @@ class Listener:
             listeners.append(functools.partial(_note, root))
         if self._on_save is not None and isinstance(report, SaveReport):
             listeners.append(self._on_save)
-        listeners.append(lambda report: self.keep())
+        if (keep := self.keep) is not None:
+            listeners += [monitor_as_orbax, lambda report: keep()]
         for listener in listeners:
             try:
                 listener(report)
@@ -129,10 +146,6 @@ class Listener:
                 # The step is saved, whatever a listener raises, and the next reports come.
                 _log.exception("the report of step %d was not delivered", report.step)
         self._thread = None
-
-
-def _do_nothing() -> None:
-    """Nothing is kept of reports but what is told."""
 
 
 def _note(root: AnyPath, report: SaveReport | RestoreReport) -> None:
