@@ -44,11 +44,13 @@ from cnr_jax.rows.codecs import (
     reads_bits,
 )
 from cnr_jax.rows.codecs.base import WIDEST
-from cnr_jax.rows.codecs.slots import slot_codec
+from cnr_jax.rows.codecs.slots import moments_codec, slot_codec
 
 # Where nothing is given, and no run goes on.
 _CODEC, _BITS, _SLOT_CODEC = "adaptive", 4, "raw"
 _LEAVES = ("table", "slot")
+# What stands for the codecs of slots by their names.
+_BY_NAME = ("auto", "moments")
 _OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
 _NOTHING = TableOptions()
 _PACKS = "compression"
@@ -148,7 +150,7 @@ class Encoding:
         for name in ("", *self.tables):
             for leaf in _LEAVES:
                 for bits in {self.auto_bits(0), FALLBACK_BITS}:
-                    check_readable(self._codec(name, leaf, bits))
+                    check_readable(self._codec(name, leaf, bits, "squares"))
 
     def _has_use(self, name: str, bits: Any = None) -> bool:
         """Whether bits of a table, or of all, reach a codec that takes any, or has just these."""
@@ -160,7 +162,7 @@ class Encoding:
             return True
         # That of slots by their names has bits of its own.
         return any(
-            (codec := self._codec_named(heir, leaf)) != "auto"
+            (codec := self._codec_named(heir, leaf)) not in _BY_NAME
             and reads_bits(codec, bits)
             for heir in heirs
             for leaf in _LEAVES
@@ -229,11 +231,13 @@ class Encoding:
         width: int,
         dtype: Any,
         auto_bits: int | None = None,
+        moment: Literal["mean", "squares"] | None = None,
     ) -> Codec:
         """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
 
         If bits are "auto" they are `auto_bits`. None stands for those of the expected restores,
-        which are not the bits of a table that is small among others.
+        which are not the bits of a table that is small among others. `moment` says which of a pair
+        of moments a slot is.
 
         Some rows are stored raw: those that a quantizer would not make smaller or cannot encode
         (integers, double precision), and those so wide that one range for all their elements
@@ -241,7 +245,7 @@ class Encoding:
         """
         if auto_bits is None:
             auto_bits = self.auto_bits(0)
-        codec = self._codec(table, leaf, auto_bits)
+        codec = self._codec(table, leaf, auto_bits, moment)
         dtype = np.dtype(dtype)
         if dtype.name not in ("float32", "bfloat16", "float16"):
             return Raw()
@@ -271,7 +275,13 @@ class Encoding:
                 return found
         return _CODEC if leaf == "table" else _SLOT_CODEC
 
-    def _codec(self, table: str, leaf: str, auto_bits: int) -> Codec:
+    def _codec(
+        self,
+        table: str,
+        leaf: str,
+        auto_bits: int,
+        moment: Literal["mean", "squares"] | None = None,
+    ) -> Codec:
         # Bits of the table itself come before those of all tables.
         said = [b for t in (table, "") if _given(b := self._value(t, "bits"))]
         given = said[0] if said else _BITS
@@ -283,12 +293,14 @@ class Encoding:
             return Raw()
         if codec == "auto" and leaf != "table":
             return slot_codec(leaf)
+        if codec == "moments" and leaf != "table":
+            return moments_codec(leaf, moment)
         try:
             return make_codec(codec, bits)
         except ValueError as error:
             why = f"{_where(table)}: {error}"
             if leaf != "table" and not is_codec(codec):
-                why = f"{_where(table)}: slot_{error}, or 'auto'"
+                why = f"{_where(table)}: slot_{error}, or 'auto' or 'moments'"
             if given != "auto" and is_codec(codec):
                 auto = " or 'auto'" if is_codec(codec, FALLBACK_BITS) else ""
                 why += f"{auto}\n{_EXACT}"
@@ -447,7 +459,7 @@ def _taken(value: Any, name: str, table: str = "") -> Any:
             return codec_from(value.name, value.configuration, whole=False)
         if known.get(name, lambda: is_codec(value))():
             return value
-        if value == "auto" and name == "slot_codec":
+        if name == "slot_codec" and value in _BY_NAME:
             return value
         why = f"{kind} {reprlib.repr(value)} is not known"
     except errors.FormatError as error:

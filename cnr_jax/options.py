@@ -70,7 +70,9 @@ class Options:
         slot_codec: how optimizer slots are stored; in a new run exactly. `"bfloat16"`; for slots
             that are never negative `"log"` (16 bits) or `"log8"`; or `"auto"`, which goes by their
             names in the state, see `cnr_jax.rows.codecs.slots`: accumulators as by `"log"`,
-            momenta in 8 bits, others exactly.
+            momenta in 8 bits, others exactly. `"moments"` stores integers, in deltas differences,
+            as `codec="lattice"` does for tables: `mu` and `nu` of Adam, coarsely, and accumulators,
+            as closely as `"log"`; others exactly.
         rounding: how the codes of tables are chosen by the codecs whose levels are equidistant
             (`"adaptive"`, `"asymmetric"`, `"symmetric"`, `"greedy"`, `"lattice"`). With
             `"nearest"`, an element

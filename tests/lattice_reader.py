@@ -1,4 +1,4 @@
-"""A second reader of rows on a lattice, written from SPEC.md; it shares no code with cnr_jax."""
+"""A second reader of rows that are sums, written from SPEC.md; it shares no code with cnr_jax."""
 
 from __future__ import annotations
 
@@ -13,21 +13,46 @@ import numpy as np
 from .conftest import unpack
 
 
-def read(root: Path, step: int, rows: int, dim: int) -> np.ndarray:
-    """The rows of the one table, of one tile, that a step holds."""
-    state = {
+def read(root: Path, step: int, rows: int, dim: int, leaf: str = "table") -> np.ndarray:
+    """The rows of a leaf of the one table, of one tile, that a step holds."""
+    state: dict[str, np.ndarray] = {
         "integers": np.zeros((rows, dim), np.int64),
+        "octaves": np.zeros((rows, dim), np.int64),
+        "centre": np.zeros((rows, 1), np.int64),
         "scale": np.ones((rows, 1), np.float32),
         "raw": np.zeros((rows, dim), np.float32),
         "is_raw": np.ones(rows, bool),
     }
+    codec: dict[str, Any] = {}
     for item in chain(root, step):
         process = json.loads((item / "manifest.p00000.json").read_bytes())
-        (tile,) = process["tiles"]
+        (tile,) = (each for each in process["tiles"] if each["leaf"] == leaf)
         for segment in tile["segments"]:
             put(item, process, segment, dim, state)
-    values = state["integers"].astype(np.float32) * state["scale"]
+            named = process["codecs"][segment["codec"]]
+            codec = codec if named["name"] == "cnr.raw" else named
+    values = values_of(codec, state)
     return np.where(state["is_raw"][:, None], state["raw"], values)
+
+
+def values_of(codec: dict[str, Any], state: dict[str, np.ndarray]) -> np.ndarray:
+    """Section 7."""
+    counts = state["integers"].astype(np.float32)
+    if codec["name"] == "cnr.lattice":
+        return counts * state["scale"]
+    places, given = codec["configuration"]["places"], codec["configuration"]
+    if codec["name"] == "cnr.octave":
+        return powers(state["integers"], state["centre"], places, 24)
+    root = powers(state["octaves"], state["centre"], 2 * places, 16)
+    return counts / given["steps"] * root
+
+
+def powers(q: np.ndarray, centre: np.ndarray, places: int, bits: int) -> np.ndarray:
+    """2 to the power of places, of which so many are an octave, where q is not zero."""
+    p = np.clip(centre + q - (q > 0), -126 * places, 128 * places - 1)
+    most = 2.0 ** (bits - 1)
+    mantissa = np.round(np.exp2(p % places / places) * most) / most
+    return np.where(q == 0, 0, np.ldexp(mantissa, p // places)).astype(np.float32)
 
 
 def chain(root: Path, step: int) -> list[Path]:
@@ -57,6 +82,9 @@ def put(
     if codec["name"] == "cnr.raw":
         state["raw"][ids], state["is_raw"][ids] = part("rows", dim), True
         return
+    if codec["name"] in ("cnr.octave", "cnr.unit"):
+        put_moments(codec["name"], segment, ids, part, dim, state)
+        return
     assert codec["name"] == "cnr.lattice"
     stored = part("integers", dim)
     modulus = 1 << 8 * stored.itemsize
@@ -76,6 +104,32 @@ def put(
         half = modulus // 2
         integers = (integers + half) % modulus - half
     state["integers"][ids], state["scale"][ids] = integers, scale
+    state["is_raw"][ids] = False
+
+
+def put_moments(
+    name: str,
+    segment: dict[str, Any],
+    ids: np.ndarray,
+    part: Any,
+    dim: int,
+    state: dict[str, np.ndarray],
+) -> None:
+    """Section 7: integers and centres of squares are added, counts of means are not."""
+    octaves = "integers" if name == "cnr.octave" else "octaves"
+    widths = {octaves: dim, "centre": 1} if dim > 1 else {octaves: dim}
+    digests = [hashlib.blake2b(digest_size=4) for _ in range(2)]
+    for each, digest in zip(widths, digests, strict=False):
+        found = part(each, widths[each]).astype(np.int64)
+        if "below" in segment:
+            below = state[each][ids]
+            digest.update(below.astype(np.int16).tobytes())
+            found = (found + below + 2**15) % 2**16 - 2**15
+        state[each][ids] = found
+    if "below" in segment:
+        assert "".join(each.hexdigest() for each in digests) == segment["below"]
+    if name == "cnr.unit":
+        state["integers"][ids] = part("integers", dim)
     state["is_raw"][ids] = False
 
 

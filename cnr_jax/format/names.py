@@ -18,11 +18,14 @@ BLOSC = "blosc"
 # Arrays of integers whose chunks are packed row by row, and the feature that they are, as are
 # segments that are added to what lies below them.
 PACKED_ROWS, LATTICE = "packed_rows", "lattice"
+# Codecs of moments of gradients, and the feature that some rows are of these: centres are added
+# too, and parts of one leaf are those of another.
+MOMENT_CODECS, MOMENTS = ("cnr.octave", "cnr.unit"), "moments"
 # Dense leaves that are stored as tiles, like rows, rather than by Orbax.
 DENSE_TILES = "dense_tiles"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
-KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD, BLOSC, DENSE_TILES, LATTICE})
+KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD, BLOSC, DENSE_TILES, LATTICE, MOMENTS})
 
 # Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.
 RESERVED_FEATURES: frozenset[str] = frozenset({"tombstones"})

@@ -193,6 +193,8 @@ class ProcessManifest:
         found = {CHUNK_CODECS[e.compressed.codec] for e in entries if e.compressed}
         if any(segment.below for tile in self.tiles for segment in tile.segments):
             found.add(names.LATTICE)
+        if any(codec.name in names.MOMENT_CODECS for codec in self.codecs):
+            found.add(names.MOMENTS)
         return frozenset(found | ({names.DENSE_TILES} if self.dense else set()))
 
 

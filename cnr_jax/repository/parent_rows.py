@@ -20,7 +20,9 @@ from cnr_jax.repository.replay.regions import WantedLeaf
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.rows.codecs import Raw
-from cnr_jax.rows.codecs.lattice import Lattice, Parts
+from cnr_jax.rows.codecs.lattice import Parts
+from cnr_jax.rows.codecs.moments import Unit
+from cnr_jax.rows.codecs.residual import Residual
 from cnr_jax.state.layouts import layout_from
 
 # Table, leaf and box.
@@ -34,10 +36,10 @@ class WrittenTile:
     Attributes:
         codec: of the rows.
         positions: of them in the tile; None: all.
-        parts: of the rows, with integers as they are read, not as they are stored.
+        parts: of the rows, with integers as they are read, not as they are stored; of means none.
     """
 
-    codec: Lattice
+    codec: Residual
     positions: np.ndarray | None
     parts: Parts
 
@@ -81,7 +83,7 @@ class ParentRows:
         root: AnyPath,
         item: str,
         parent: ParentRef,
-        keys: Mapping[TileKey, Lattice],
+        keys: Mapping[TileKey, Residual],
     ) -> dict[TileKey, Parts]:
         """Parts of all rows of tiles in a step; tiles that differences cannot rest on are left out.
 
@@ -139,9 +141,12 @@ def _put(tiles: dict[TileKey, WrittenTile], key: TileKey, new: WrittenTile) -> N
 
 
 def _read(
-    chain: Sequence[StepReader], table: str, leaf: str, box: Box, codec: Lattice
+    chain: Sequence[StepReader], table: str, leaf: str, box: Box, codec: Residual
 ) -> Parts | None:
-    """The parts of all rows of a tile; None if not all are on one lattice."""
+    """The parts of all rows of a tile that are its own; None if not all are of the one codec.
+
+    Of means only whether it is so: what they are added to are shared parts.
+    """
     entry = chain[-1].tables.get(table)
     if entry is None or all(each.name != leaf for each in entry.leaves):
         return None
@@ -150,12 +155,18 @@ def _read(
     dtype = chain[-1].dtypes[table, leaf]
     wanted = WantedLeaf(chain, table, leaf, target, dtype, dtype)
     whole = tuple((0, stop - start) for start, stop in box[1:])
+    exact, others = set[int](), set[int]()
     for held in wanted.held(box):
         if isinstance(held.encoding.codec, Raw):
+            exact.add(id(held.reader))
             continue
+        others.add(id(held.reader))
         if held.encoding.codec != codec or held.encoding.columns != whole:
             return None
         if held.encoding.trailing != tuple(stop for _, stop in whole):
             return None
+    if isinstance(codec, Unit):
+        # Of what is stored exactly in between the squares are not with the means.
+        return {} if others and exact <= others else None
     merged = wanted.merged(box)
     return merged.parts if merged.encoding.codec == codec else None

@@ -30,8 +30,8 @@ from cnr_jax.format.tiles import (
     dump_process,
 )
 from cnr_jax.repository.dense_writer import DenseWriter
-from cnr_jax.repository.lattice_rows import LatticeRows
 from cnr_jax.repository.parent_rows import TileKey, WrittenTile
+from cnr_jax.repository.residual_rows import ResidualRows
 from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.repository.staging import DenseBytes, parted
 from cnr_jax.repository.store import (
@@ -64,7 +64,7 @@ class Written(NamedTuple):
         waiting_secs: for which the writing waited for rows to be gathered.
         encode_secs: for which it then waited for their codes.
         row_errors: of rounded rows; None where all are exact.
-        tiles: rows on a lattice, for the save that rests on this one.
+        tiles: rows to which differences are taken, for the save that rests on this one.
     """
 
     digest: FileDigest
@@ -88,9 +88,13 @@ class _PartArray(NamedTuple):
 
 @functools.cache
 def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray, ...]:
-    """Asked for each tile, of which there may be thousands for each of few answers."""
+    """Arrays of the parts of a codec that are stored with its own rows.
+
+    Asked for each tile, of which there may be thousands for each of few answers.
+    """
     found: list[_PartArray] = []
-    for name, part in codec.parts(width, dtype).items():
+    own = {n: p for n, p in codec.parts(width, dtype).items() if not p.shared}
+    for name, part in own.items():
         stored = part.dtype.name
         # Only rows of one width can be packed together.
         called = (
@@ -100,6 +104,13 @@ def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray,
         row_bytes, how = part.width * part.dtype.itemsize, part.compression
         found.append(_PartArray(name, array, stored, part.width, row_bytes, how))
     return tuple(found)
+
+
+def _shared_parts(plan: RunPlan, beside: Mapping[str, PartRef]) -> dict[str, PartRef]:
+    """Where the parts of rows are that are stored with those of another leaf."""
+    parts = plan.codec.parts(plan.width, plan.dtype)
+    theirs = {"octaves": "integers", "centre": "centre"}
+    return {name: beside[theirs[name]] for name, part in parts.items() if part.shared}
 
 
 @functools.cache
@@ -162,7 +173,7 @@ class RowsWriter:
         self._slot_bytes: collections.Counter[str] = collections.Counter()
         self._offsets: list[dict[str, PartRef]] = []
         self._writers: dict[str, ArrayWriter | PackedWriter] = {}
-        self._lattice = LatticeRows(self._with_rows, below, host_device())
+        self._residual = ResidualRows(self._with_rows, below, host_device())
         try:
             self._open_writers()
             self._dense = DenseWriter(
@@ -179,6 +190,7 @@ class RowsWriter:
         lengths: dict[str, int] = {}
         arrays: dict[str, _PartArray] = {}
         escapes: dict[tuple[str, str], int] = {}
+        places: dict[TileKey, int] = {}
         for plan in self._with_rows:
             refs: dict[str, PartRef] = {}
             for part in _part_arrays(plan.codec, plan.width, plan.dtype):
@@ -186,6 +198,9 @@ class RowsWriter:
                 refs[part.part] = PartRef(array=part.array, offset=start)
                 lengths[part.array] = start + plan.count * part.width
                 arrays[part.array] = part
+            if plan.beside is not None:
+                refs |= _shared_parts(plan, self._offsets[places[plan.beside]])
+            places[plan.key] = len(self._offsets)
             self._offsets.append(refs)
             if not isinstance(plan.codec, Raw):
                 key = _escape_array(plan.dtype)
@@ -242,9 +257,9 @@ class RowsWriter:
         """
         done, waits, codes = 0, [0.0], [0.0]
         rows, dense = parted(chunks)
-        encoding = encode_chunks(self._lattice.encoded(_timed(rows, waits)), device)
+        encoding = encode_chunks(self._residual.encoded(_timed(rows, waits)), device)
         for chunk, encoded in _timed(encoding, codes):
-            stored = self._lattice.stored(encoded.parts, done, chunk.count)
+            stored = self._residual.stored(encoded.parts, done, chunk.count)
             for name, values in stored.items():
                 self._writer_of(chunk.codec, name, values).append(values)
             if encoded.rows is not None:
@@ -291,7 +306,7 @@ class RowsWriter:
         digest = write_durably(path, dump_process(manifest))
         sync_directory(self._directory)
         encoding = max(0.0, codes[0] - waits[0])
-        written = self._lattice.written()
+        written = self._residual.written()
         return Written(digest, manifest, waits[0], encoding, row_errors, written)
 
     def _writer_of(
@@ -335,7 +350,7 @@ class RowsWriter:
                     codec=self._codec(plan.codec),
                     row_ids=ids,
                     parts=self._offsets[run],
-                    below=self._lattice.below(run),
+                    below=self._residual.below(run),
                 )
             )
             for at, where in self._escaped.get(run, ()):

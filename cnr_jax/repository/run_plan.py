@@ -26,6 +26,8 @@ class RunPlan:
         keys_of: function that returns the keys of rows by their positions, if they are encoded
             here and are to be dithered.
         sample: rows of the tile from which a step is chosen; None: the first that come.
+        beside: the tile of another leaf, earlier in the order, that has shared parts of its rows;
+            None: there are none.
     """
 
     table: str
@@ -37,6 +39,7 @@ class RunPlan:
     dtype: np.dtype
     keys_of: KeysOf | None = None
     sample: np.ndarray | None = None
+    beside: TileKey | None = None
 
     @property
     def key(self) -> TileKey:

@@ -47,6 +47,8 @@ _TABLE_DTYPES = frozenset(
 
 # Fewer are cheap to save whole.
 _MANY_ROWS = 10_000
+# What optimizers call a mean of gradients, and that of their squares.
+_SQUARES = {"mu": "nu", "lazy_mu": "lazy_nu"}
 
 
 def find_tables(
@@ -248,7 +250,68 @@ def _table(
     )
     for slot in slots:
         _check_slot(name, leaf, slot)
-    return Table(name=name, leaf=leaf, slots=slots, rows=rows, layout=spec.layout)
+    return Table(
+        name=name,
+        leaf=leaf,
+        slots=slots,
+        rows=rows,
+        layout=spec.layout,
+        moments=_moments(name, slots, spec.moments),
+    )
+
+
+def _moments(
+    name: str, slots: Sequence[Leaf], given: Sequence[tuple[str, str]] | None
+) -> tuple[tuple[str, str], ...]:
+    """Pairs of slots by name: those that are given, else those of one optimizer of optax."""
+    if given is None:
+        shapes = {slot.name: slot.shape for slot in slots}
+        pairs = [(mu, _sibling(mu)) for mu in shapes]
+        return tuple((a, b) for a, b in pairs if b and shapes.get(b) == shapes[a])
+    found: list[tuple[str, str]] = []
+    for pair in given:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise TableError(
+                f"table {name!r}: moments must be pairs of slots, got {pair!r}\n"
+                "  hint: TableSpec(moments=[('mean', 'squares')])"
+            )
+        both = [_named_slot(name, slots, path) for path in pair]
+        if both[0].shape != both[1].shape or both[0] is both[1]:
+            raise TableError(
+                f"table {name!r}: moments {pair!r} are not a pair\n"
+                f"  got {both[0].name} of shape {list(both[0].shape)} and {both[1].name} of"
+                f" shape {list(both[1].shape)}, expected two slots of one shape"
+            )
+        found.append((both[0].name, both[1].name))
+    return tuple(found)
+
+
+def _sibling(mu: str) -> str | None:
+    """The name that the squares have if a slot is the mean of an optimizer of optax."""
+    parts = mu.split("/")
+    at = [i for i, part in enumerate(parts) if part in _SQUARES]
+    if not at:
+        return None
+    parts[at[-1]] = _SQUARES[parts[at[-1]]]
+    return "/".join(parts)
+
+
+def _named_slot(name: str, slots: Sequence[Leaf], path: str) -> Leaf:
+    """The one slot that a path means."""
+    wanted = tuple(path.split("/"))
+    found = [
+        slot
+        for slot in slots
+        if slot.name == path
+        or slot.path[-len(wanted) :] == wanted
+        or tuple(slot.name.split("/"))[-len(wanted) :] == wanted
+    ]
+    if len(found) != 1:
+        raise TableError(
+            f"table {name!r}: {path!r} of moments means {len(found)} slots, expected 1\n"
+            f"  slots: {', '.join(slot.name for slot in slots) or 'none'}"
+        )
+    return found[0]
 
 
 def _leaf(name: str, entry: StateLeaf, table: str) -> Leaf:

@@ -21,7 +21,7 @@ from collections.abc import (
     ValuesView,
 )
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -88,6 +88,7 @@ class Table:
         slots: the optimizer's arrays with one entry per row, in the order of paths.
         rows: number of logical rows; further rows of the array are padding.
         layout: layout of the logical rows in the array.
+        moments: pairs of slots by name: a mean of gradients, and that of their squares.
     """
 
     name: str
@@ -95,11 +96,19 @@ class Table:
     slots: tuple[Leaf, ...]
     rows: int
     layout: RowLayout
+    moments: tuple[tuple[str, str], ...] = ()
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """The parameter, then its slots."""
         return (self.leaf, *self.slots)
+
+    def moment(self, name: str) -> Literal["mean", "squares"] | None:
+        """Which of a pair of moments a leaf is; None: it is of none."""
+        for mean, squares in self.moments:
+            if name in (mean, squares):
+                return "mean" if name == mean else "squares"
+        return None
 
     @property
     def padded_rows(self) -> int:
@@ -131,6 +140,9 @@ class TableSpec:
         rows: number of logical rows, at most those of the array; default: all of them.
         slots: paths of the slots; by default they are searched for; empty: none.
         layout: layout of the logical rows in the array.
+        moments: pairs of slots, a mean of gradients and that of their squares, by paths or the ends
+            of these; by default `mu` and `nu` of one optimizer, as optax calls them. They matter
+            to `slot_codec="moments"` alone.
     """
 
     path: str | None = None
@@ -138,6 +150,7 @@ class TableSpec:
     rows: int | None = None
     slots: Sequence[str] | None = None
     layout: RowLayout = field(default_factory=Identity)
+    moments: Sequence[tuple[str, str]] | None = None
 
 
 class Tables(Mapping[str, Table]):

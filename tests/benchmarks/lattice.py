@@ -38,8 +38,9 @@ from results import print_table
 
 from cnr_jax.rows.codecs import make_codec
 from cnr_jax.rows.codecs.dither import row_keys
-from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Digest, Lattice
+from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice
 from cnr_jax.rows.codecs.packed import pack_rows, unpack_rows
+from cnr_jax.rows.codecs.residual import Digest
 
 BEGINS = {"early": 37, "middle": 329, "late": 622}
 # Batches after the full save: itself, the delta before, and the one that is looked at.
@@ -147,8 +148,8 @@ class Delta:
         rows = self._window["rows"][-1][which]
         count, dim = rows.shape
         start = time.process_time()
-        difference = self.codec.difference(new, below)
-        digest = Digest()
+        difference = self.codec.difference(new, below)["integers"]
+        digest = Digest(self.codec)
         digest.update(below)
         width = _CHUNK_BYTES // (dim * difference.itemsize)
         chunks = range(0, count, width)

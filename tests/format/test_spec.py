@@ -24,7 +24,8 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import arrays, checked, digest_of
 from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter
 from cnr_jax.rows import codecs
-from cnr_jax.rows.codecs import grid, lattice, packed
+from cnr_jax.rows.codecs import grid, lattice, packed, residual
+from cnr_jax.rows.codecs.moments import Octave, Unit
 from cnr_jax.state import layouts
 
 from ..conftest import each_of
@@ -568,11 +569,11 @@ def test_example_of_a_lattice_adds_up_to_the_shown_values() -> None:
     )
     ids = [int(i) for i in table[2][1].split(",")]
     below = {name: part[ids] for name, part in full.items()}
-    digest = lattice.Digest()
-    digest.update(below)
-    assert f"`{digest.hexdigest()}`" == table[2][4]
     codec = codecs.codec_from("cnr.lattice", {"bits": 4})
     assert isinstance(codec, lattice.Lattice)
+    digest = residual.Digest(codec)
+    digest.update(below)
+    assert f"`{digest.hexdigest()}`" == table[2][4]
     for name, part in codec.added(delta, below).items():
         full[name][ids] = part
     read = codec.decode(full, dim=4, dtype=np.float32)
@@ -581,6 +582,35 @@ def test_example_of_a_lattice_adds_up_to_the_shown_values() -> None:
     (stored,) = blocks("packed").values()
     packed_rows = packed.unpack_rows(shown_bytes(stored), 8, np.dtype(np.int8))
     np.testing.assert_array_equal(packed_rows, delta["integers"])
+
+
+def test_example_of_moments_adds_up_to_the_shown_values() -> None:
+    steps, shown = (t[1:] for t in tables_in(section("12.5")))
+    octave = codecs.codec_from("cnr.octave", {"places": 2})
+    unit = codecs.codec_from("cnr.unit", {"places": 2, "steps": 8})
+    assert isinstance(octave, Octave)
+    assert isinstance(unit, Unit)
+
+    def stored(row: list[str]) -> dict[str, dict[str, np.ndarray]]:
+        squares = numbers_of(row[1]).astype(np.int16)
+        centre = numbers_of(row[2]).astype(np.int16).T.reshape(-1, 1)
+        counts = numbers_of(row[3]).astype(np.int8)
+        return {
+            "squares": {"integers": squares, "centre": centre},
+            "means": {"integers": counts, "octaves": squares, "centre": centre},
+        }
+
+    full, delta = map(stored, steps)
+    for column, (name, codec) in enumerate(
+        {"squares": octave, "means": unit}.items(), start=1
+    ):
+        digest = residual.Digest(codec)
+        digest.update(full[name])
+        assert f"`{digest.hexdigest()}`" == steps[1][4]
+        parts = codec.added(delta[name], full[name])
+        read = codec.decode(parts, dim=4, dtype=np.float32)
+        values = [numbers_of(row[column])[0] for row in shown]
+        np.testing.assert_array_equal(read, np.array(values, np.float32))
 
 
 def test_damaged_example_is_refused() -> None:

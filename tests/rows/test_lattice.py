@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from cnr_jax import errors
 from cnr_jax.rows.codecs import make_codec
 from cnr_jax.rows.codecs.dither import row_keys
-from cnr_jax.rows.codecs.lattice import Digest, Lattice, costs_less
+from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.rows.codecs.packed import pack_rows, unpack_rows
+from cnr_jax.rows.codecs.residual import Digest, costs_less
 
 from ..conftest import each_of
 
@@ -128,7 +129,7 @@ def test_differences_add_up_whatever_lies_below(
     below = some()
     for _ in range(layers):
         new = some()
-        stored = {**new, "integers": codec.difference(new, below)}
+        stored = codec.difference(new, below)
         below = codec.added(stored, below)
         np.testing.assert_array_equal(below["integers"], new["integers"])
         np.testing.assert_array_equal(below["scale"], new["scale"])
@@ -140,7 +141,7 @@ def test_a_dithered_row_that_stays_keeps_its_integers() -> None:
     keys = row_keys(np.uint32(1), np.arange(len(rows)))
     first, _ = encoded(codec, rows, step, keys)
     again, _ = encoded(codec, rows.copy(), step, keys)
-    assert not codec.difference(again, first).any()
+    assert not codec.difference(again, first)["integers"].any()
 
 
 def test_digest_tells_any_other_integer_and_any_other_scale() -> None:
@@ -151,7 +152,7 @@ def test_digest_tells_any_other_integer_and_any_other_scale() -> None:
     }
 
     def of(*some: dict[str, np.ndarray]) -> str:
-        digest = Digest()
+        digest = Digest(Lattice())
         for each in some:
             digest.update(each)
         return digest.hexdigest()

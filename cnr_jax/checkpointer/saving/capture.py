@@ -17,11 +17,14 @@ import jax
 import numpy as np
 
 from cnr_jax.encoding import Encoding
+from cnr_jax.repository.parent_rows import TileKey
 from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.rows.codecs import Codec, Dithering, Raw
 from cnr_jax.rows.codecs.base import WIDEST
 from cnr_jax.rows.codecs.dither import Dither, dither_seed, row_keys
 from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice
+from cnr_jax.rows.codecs.moments import Unit
+from cnr_jax.rows.codecs.residual import Residual
 from cnr_jax.rows.gather.chunk import HostRows, KeysOf, Run
 from cnr_jax.rows.gather.encode import (
     Sample,
@@ -68,8 +71,13 @@ class Coding:
     ) -> None:
         self.tiling, self._encoding, self._widths = tiling, encoding, dict(widths)
         self._dither = dither
-        codecs = Codecs(encoding, widths)
-        self.codecs = tuple(map(codecs.of, tiling.tiles))
+        codecs = list(map(Codecs(encoding, widths).of, tiling.tiles))
+        self._beside = _beside(tiling, codecs)
+        # Means without squares beside them that they could be counted in are stored exactly.
+        self.codecs = tuple(
+            Raw() if isinstance(codec, Unit) and number not in self._beside else codec
+            for number, codec in enumerate(codecs)
+        )
         self.keys_of = tuple(
             keys_of(tile.table, tile.piece.box, dither.lineage)
             if is_dithered(tile.leaf, codec, dither.most_bits)
@@ -95,6 +103,13 @@ class Coding:
             and self._widths == widths
             and self._encoding == encoding
         )
+
+    def beside(self, number: int) -> TileKey | None:
+        """The tile beside whose rows those of another are stored."""
+        if number not in self._beside:
+            return None
+        tile = self.tiling.tiles[self._beside[number]]
+        return tile.table.name, tile.leaf.name, tile.piece.box
 
     def _kind(self, number: int) -> tuple[Any, ...]:
         tile, codec = self.tiling.tiles[number], self.codecs[number]
@@ -159,13 +174,14 @@ class Rows:
             dtype=tile.leaf.dtype,
             keys_of=self._coding.keys_of[number] if is_late else None,
             sample=self._samples.get(number),
+            beside=self._coding.beside(number),
         )
 
     def sources(self, shards: Shards) -> list[HostRows | Run]:
         """The rows themselves, in order; they refer to the state's buffers."""
         found: list[HostRows | Run] = []
         for numbers in self.kinds:
-            if _gathered(codec := self._coding.codecs[numbers[0]]) != codec:
+            if isinstance(self._coding.codecs[numbers[0]], Lattice):
                 self._sample(numbers, shards)
             if self._coding.tiling.wheres[numbers[0]] == "host":
                 found.append(self._on_host(numbers, shards))
@@ -214,9 +230,9 @@ class Rows:
 def _gathered(codec: Codec) -> Codec:
     """The codec by which rows are encoded where they are gathered.
 
-    On a lattice they are once they are on the host, where what lies below them is.
+    Those of which differences are stored are once they are on the host, where what lies below is.
     """
-    return Raw() if isinstance(codec, Lattice) else codec
+    return Raw() if isinstance(codec, Residual) else codec
 
 
 def with_samples(sources: Sequence[HostRows | Run], sample: Sample) -> list[Any]:
@@ -294,8 +310,34 @@ class Codecs:
     def of(self, tile: OwnTile) -> Codec:
         """The codec of the rows of a tile."""
         leaf, table = tile.leaf, tile.table.name
-        bits = self._widths.get(table)
-        return self._codec_for(table, leaf.name, _width(tile), leaf.dtype, bits)
+        bits, moment = self._widths.get(table), tile.table.moment(leaf.name)
+        return self._codec_for(table, leaf.name, _width(tile), leaf.dtype, bits, moment)
+
+
+def _beside(tiling: Tiling, codecs: Sequence[Codec]) -> dict[int, int]:
+    """Numbers of tiles of means, and of the tiles of their squares: of the same rows, and before.
+
+    Squares are not there if they are sharded otherwise, or have another codec.
+    """
+    if not any(isinstance(codec, Unit) for codec in codecs):
+        return {}
+    places = {
+        (tile.table.name, tile.leaf.name, tile.piece.box): number
+        for number, tile in enumerate(tiling.tiles)
+    }
+    found: dict[int, int] = {}
+    for number, (tile, codec) in enumerate(zip(tiling.tiles, codecs, strict=True)):
+        squares = dict(tile.table.moments).get(tile.leaf.name)
+        other = places.get((tile.table.name, squares or "", tile.piece.box))
+        if not isinstance(codec, Unit) or other is None:
+            continue
+        if (
+            codecs[other] == codec.squares
+            and tiling.range_of[other] == tiling.range_of[number]
+            and tiling.wheres[other] == tiling.wheres[number]
+        ):
+            found[number] = other
+    return found
 
 
 def _width(tile: OwnTile) -> int:

@@ -34,7 +34,8 @@ from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.repository.staging import Room, Stage
 from cnr_jax.repository.store import AnyPath
-from cnr_jax.rows.codecs.lattice import Lattice, Parts
+from cnr_jax.rows.codecs.lattice import Parts
+from cnr_jax.rows.codecs.residual import Residual
 from cnr_jax.rows.gather import host
 from cnr_jax.rows.gather.chunk import HostRows
 from cnr_jax.rows.gather.encode import Comparison, RowErrors, Sample
@@ -229,17 +230,17 @@ def _write_rows(
 def _below(
     flight: SaveInFlight, plans: Sequence[RunPlan], parents: ParentRows
 ) -> dict[TileKey, Parts]:
-    """What rows on lattices rest on; nothing where it cannot be read: then all is stored."""
+    """What differences rest on; nothing where it cannot be read: then all is stored."""
     keys = {
         plan.key: plan.codec
         for plan in plans
-        if plan.count and isinstance(plan.codec, Lattice)
+        if plan.count and isinstance(plan.codec, Residual)
     }
     place, parent = flight.place, flight.plan.parent
     if parent is None or not keys:
         return {}
     try:
-        return parents.of(place.root, place.item, parent, keys)
+        found = parents.of(place.root, place.item, parent, keys)
     except (errors.CnrError, OSError) as error:
         # So it is of a parent that is being written still.
         _log.info(
@@ -249,6 +250,11 @@ def _below(
             error,
         )
         return {}
+    # What others are stored beside is added to only if they can be too.
+    for plan in plans:
+        if plan.beside is not None and plan.key not in found:
+            found.pop(plan.beside, None)
+    return found
 
 
 def _say_rounding(

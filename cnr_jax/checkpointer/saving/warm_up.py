@@ -17,9 +17,9 @@ from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.encoding import Encoding
 from cnr_jax.options import Options
 from cnr_jax.repository.index.planner import SavePlan
-from cnr_jax.repository.lattice_rows import lattice_programs
+from cnr_jax.repository.residual_rows import residual_programs
 from cnr_jax.rows.codecs import Raw
-from cnr_jax.rows.codecs.lattice import Lattice
+from cnr_jax.rows.codecs.residual import Residual
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints import tiles as tile_hashes
 from cnr_jax.rows.gather import host
@@ -67,8 +67,8 @@ def programs(
         if leaf.name == "table" and not isinstance(codec, Raw):
             yield comparing_program(codec, leaf.dtype, width)
         dithered = is_dithered(leaf, codec, dithered_bits)
-        if isinstance(codec, Lattice):
-            yield from lattice_programs(codec, leaf.dtype, width, dithered)
+        if isinstance(codec, Residual):
+            yield from residual_programs(codec, leaf.dtype, width, dithered)
             codec, dithered = Raw(), False
         if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
             yield from host_programs(codec, leaf.dtype, width, dithered)

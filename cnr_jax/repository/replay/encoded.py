@@ -20,7 +20,7 @@ from cnr_jax.format.manifest import TableEntry
 from cnr_jax.format.tiles import Segment, Tile
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Codec, Part, Raw, bytes_of
-from cnr_jax.rows.codecs.lattice import Digest, Lattice
+from cnr_jax.rows.codecs.residual import Digest, Residual
 from cnr_jax.state.layouts import Identity, RowLayout, layout_from
 
 Index = np.ndarray | slice
@@ -308,7 +308,7 @@ class Held:
         self, rows: Mapping[str, np.ndarray], below: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """Parts of rows, given what the segment holds and what lies below it."""
-        assert isinstance(self.encoding.codec, Lattice)
+        assert isinstance(self.encoding.codec, Residual)
         return self.encoding.codec.added(rows, below)
 
     def check_below(self, below: Mapping[str, np.ndarray]) -> None:
@@ -317,7 +317,8 @@ class Held:
         Raises:
             IntegrityError: if not.
         """
-        digest = Digest()
+        assert isinstance(self.encoding.codec, Residual)
+        digest = Digest(self.encoding.codec)
         digest.update(below)
         found = digest.hexdigest()
         if found != self.segment.below:
@@ -398,12 +399,12 @@ def check_rows_stored(
 
 def _check_adds(reader: StepReader, codec: Codec, *, is_full: bool) -> None:
     """Checks that rows of a segment may be added to what lies below them."""
-    if is_full or not isinstance(codec, Lattice):
+    if is_full or not isinstance(codec, Residual):
         where, kind = os.fspath(reader.directory), "full" if is_full else "delta"
         raise errors.FormatError(
             f"{where}: a segment is added to others\n"
-            f"  got codec {codec.name} in a {kind} checkpoint, expected {Lattice.name} in a"
-            " delta",
+            f"  got codec {codec.name} in a {kind} checkpoint, expected one whose rows are sums,"
+            " in a delta",
             path=where,
         )
 

@@ -27,7 +27,9 @@ from cnr_jax.rows.codecs.greedy import Greedy
 from cnr_jax.rows.codecs.kmeans import KMeans
 from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.rows.codecs.log import Log
+from cnr_jax.rows.codecs.moments import Octave, Unit
 from cnr_jax.rows.codecs.packed import zstandard
+from cnr_jax.rows.codecs.residual import Residual
 from cnr_jax.rows.codecs.symmetric import Symmetric
 
 _KINDS = (
@@ -40,6 +42,8 @@ _KINDS = (
     BFloat16,
     Log,
     Lattice,
+    Octave,
+    Unit,
 )
 _STORED: dict[str, Callable[..., Codec]] = {kind.name: kind for kind in _KINDS}
 
@@ -201,5 +205,5 @@ def check_readable(codec: Codec) -> None:
         raise OptionError(
             f"codec {codec!r} could not be read again: it is not one of cnr_jax"
         )
-    if isinstance(codec, Lattice):
+    if isinstance(codec, Residual):
         zstandard()

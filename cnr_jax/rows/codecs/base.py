@@ -34,11 +34,13 @@ class Part(NamedTuple):
         dtype: dtype of the array.
         width: elements per row; the array is `dtype[rows, width]`.
         compression: of the array, whatever is asked for all; None: as is asked.
+        shared: whether it is stored with the rows of another leaf.
     """
 
     dtype: np.dtype
     width: int
     compression: str | None = None
+    shared: bool = False
 
 
 class Encoded(NamedTuple):
@@ -102,8 +104,9 @@ class Dithering(Codec, Protocol):
 
 
 def bytes_of(parts: Mapping[str, Part]) -> int:
-    """Returns the bytes of one encoded row, all its parts together."""
-    return sum(part.width * part.dtype.itemsize for part in parts.values())
+    """Returns the bytes of one encoded row, all parts together that are its own."""
+    own = (part for part in parts.values() if not part.shared)
+    return sum(part.width * part.dtype.itemsize for part in own)
 
 
 def check_dtype(dtype: DTypeLike) -> np.dtype:

@@ -16,7 +16,6 @@ entropy coding (`packed.py`) takes fewer bits for the same error, also without d
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -73,6 +72,7 @@ class Lattice:
 
     name: ClassVar[str] = "cnr.lattice"
     dithers: ClassVar[Literal[True]] = True
+    summed: ClassVar[tuple[str, ...]] = ("integers", "scale")
     bits: int = 4
 
     def __post_init__(self) -> None:
@@ -185,40 +185,15 @@ class Lattice:
 
     # On the host, where layers are: the save below, and the one that rests on it.
 
-    def difference(self, parts: Parts, below: Parts) -> np.ndarray:
+    def difference(self, parts: Parts, below: Parts) -> dict[str, np.ndarray]:
         """What is to be added to the integers below so that those of `parts` come out."""
-        return parts["integers"] - _rescaled(below, parts["scale"])
+        integers = parts["integers"] - _rescaled(below, parts["scale"])
+        return {**parts, "integers": integers}
 
     def added(self, layer: Parts, below: Parts) -> dict[str, np.ndarray]:
         """The parts of rows, given differences and what lies below."""
         integers = layer["integers"] + _rescaled(below, layer["scale"])
         return {"integers": integers, "scale": layer["scale"]}
-
-
-class Digest:
-    """Digest of the parts of rows, in their order: 8 hex digits of integers, 8 of scales."""
-
-    def __init__(self) -> None:
-        self._of = {n: hashlib.blake2b(digest_size=4) for n in ("integers", "scale")}
-
-    def update(self, parts: Parts) -> None:
-        """Takes more rows."""
-        for name, found in self._of.items():
-            found.update(np.ascontiguousarray(parts[name]).data)
-
-    def hexdigest(self) -> str:
-        """The digest of all rows so far."""
-        return "".join(found.hexdigest() for found in self._of.values())
-
-
-def costs_less(difference: np.ndarray, integers: np.ndarray) -> bool:
-    """Whether differences are likely to take fewer bits than the integers alone."""
-    every = -(-len(integers) // SAMPLE_ROWS)
-    bits = [
-        np.log2(1 + 2 * np.abs(each[::every].astype(np.float32))).sum()
-        for each in (difference, integers)
-    ]
-    return bool(bits[0] < bits[1])
 
 
 def _mean(values: jax.Array, kept: jax.Array) -> jax.Array:

@@ -1,0 +1,258 @@
+"""Rows of runs that are encoded on the host, and stored as differences to the save below.
+
+Those of means of gradients are stored beside the rows of their squares, which come before them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from cnr_jax.repository.parent_rows import TileKey, WrittenTile
+from cnr_jax.repository.run_plan import RunPlan
+from cnr_jax.rows.codecs import Encoded
+from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice, Parts
+from cnr_jax.rows.codecs.residual import Digest, Residual, costs_less
+from cnr_jax.rows.gather.chunk import Chunk
+from cnr_jax.rows.tiling import Program, chunk_rows, host_device, program_rows
+
+
+class ResidualRows:
+    """Encodes the rows of runs whose codec takes differences, and takes away what lies below.
+
+    Args:
+        plans: of the runs, in the order of their rows.
+        below: parts of all rows of tiles as they are in the step that the save rests on.
+        device: encodes.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[RunPlan],
+        below: Mapping[TileKey, Parts],
+        device: jax.Device,
+    ) -> None:
+        self._device = device
+        self._starts = np.cumsum([0, *(plan.count for plan in plans)])
+        self._runs = list[_Run | None]()
+        known = dict[TileKey, _Run]()
+        for plan in plans:
+            run = None
+            if isinstance(plan.codec, Residual):
+                beside = known[plan.beside] if plan.beside else None
+                run = known[plan.key] = _Run(
+                    plan, plan.codec, below.get(plan.key), beside
+                )
+            self._runs.append(run)
+
+    def encoded(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Yields chunks, those of such rows encoded."""
+        done = 0
+        for chunk in chunks:
+            parts = self._parts(done, chunk.count)
+            yield self._encode(chunk, parts) if parts else chunk
+            done += chunk.count
+
+    def stored(self, parts: Parts, done: int, count: int) -> Parts:
+        """What is stored of rows that begin at `done`: differences where they rest on others."""
+        ours = self._parts(done, count)
+        if not ours:
+            return parts
+        found = [
+            run.stored({n: part[at : at + b - a] for n, part in parts.items()}, a, b)
+            for run, a, b, at in ours
+        ]
+        return {n: np.concatenate([each[n] for each in found]) for n in found[0]}
+
+    def below(self, run: int) -> str | None:
+        """Digest of what the rows of a run are added to; None if they replace it."""
+        found = self._runs[run]
+        if found is None or not found.adds:
+            return None
+        return (found.beside or found).digest.hexdigest()
+
+    def written(self) -> dict[TileKey, WrittenTile]:
+        """All rows of tiles that were stored."""
+        return {run.plan.key: run.written() for run in self._runs if run is not None}
+
+    def _parts(self, done: int, count: int) -> list[tuple[_Run, int, int, int]]:
+        """The runs of such rows: start and stop in each, and where they start in all."""
+        stop, found = done + count, list[tuple[_Run, int, int, int]]()
+        number = int(np.searchsorted(self._starts, done, "right")) - 1
+        while number < len(self._runs) and (first := int(self._starts[number])) < stop:
+            run, low = self._runs[number], max(first, done)
+            high = min(int(self._starts[number + 1]), stop)
+            if run is not None and low < high:
+                found.append((run, low - first, high - first, low - done))
+            number += 1
+        return found
+
+    def _encode(self, chunk: Chunk, parts: list[tuple[_Run, int, int, int]]) -> Chunk:
+        assert chunk.rows is not None or chunk.encoded is not None
+        rows = chunk.rows
+        if rows is None:
+            assert chunk.encoded is not None
+            rows = np.asarray(chunk.encoded.parts["rows"])
+        codec = parts[0][0].codec
+        given = (
+            _for_lattice(rows, parts)
+            if isinstance(codec, Lattice)
+            else _for_moments(rows, parts)
+        )
+        encoded = _encode(codec, *jax.device_put([rows, *given], self._device))
+        for run, a, b, at in parts:
+            run.keep(encoded.parts, at, b - a)
+        return Chunk(codec=codec, count=chunk.count, rows=rows, encoded=encoded)
+
+
+def _for_lattice(
+    rows: np.ndarray, parts: list[tuple[_Run, int, int, int]]
+) -> list[np.ndarray]:
+    """Steps of rows, and the keys by which they are dithered."""
+    steps = np.ones(len(rows), np.float32)
+    keys = np.zeros(len(rows), np.uint32)
+    dithers = parts[0][0].plan.keys_of is not None
+    for run, a, b, at in parts:
+        some = slice(at, at + b - a)
+        steps[some] = run.step(rows[some])
+        if run.plan.keys_of is not None:
+            keys[some] = run.plan.keys_of(run.positions(a, b))
+    return [steps, *([keys] if dithers else [])]
+
+
+def _for_moments(
+    rows: np.ndarray, parts: list[tuple[_Run, int, int, int]]
+) -> list[np.ndarray]:
+    """Integers and centres of squares: those below them, or those that means are stored beside."""
+    given = [np.zeros(rows.shape, np.int16), np.zeros((len(rows), 1), np.int16)]
+    for run, a, b, at in parts:
+        known = run.beside.whole(a, b) if run.beside else run.below(a, b)
+        if known is not None:
+            for array, name in zip(given, ("integers", "centre"), strict=True):
+                if name in known:
+                    array[at : at + b - a] = known[name]
+    return given
+
+
+class _Run:
+    """Rows of one tile.
+
+    Args:
+        plan: of the run.
+        codec: of its rows.
+        below: parts of all rows of the tile as they are in the save that this one rests on.
+        beside: the rows of squares beside which these are stored.
+    """
+
+    def __init__(
+        self, plan: RunPlan, codec: Residual, below: Parts | None, beside: _Run | None
+    ) -> None:
+        self.plan, self.codec, self._below = plan, codec, below
+        self.beside, self.digest = beside, Digest(codec)
+        self._adds: bool | None = None if below is not None else False
+        self._step: np.float32 | None = None
+        if below is not None and isinstance(codec, Lattice):
+            self._step = below["scale"].max()
+        # As they come from the encoder, of which nothing is waited for: parts, start, and count.
+        self._kept: list[tuple[Mapping[str, jax.Array], int, int]] = []
+        self._whole: Parts | None = None
+
+    @property
+    def adds(self) -> bool | None:
+        """Whether rows are added to what lies below them; None: that is not known yet."""
+        return self.beside.adds if self.beside else self._adds
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Positions in the tile of some of the rows."""
+        if self.plan.positions is None:
+            return np.arange(start, stop)
+        return self.plan.positions[start:stop]
+
+    def below(self, start: int, stop: int) -> Parts | None:
+        """What lies below some of the rows."""
+        if self._below is None:
+            return None
+        at = self.positions(start, stop)
+        return {name: part[at] for name, part in self._below.items()}
+
+    def step(self, rows: np.ndarray) -> np.float32:
+        """The step of the tile; chosen from its first rows if there is no better sample."""
+        if self._step is None:
+            assert isinstance(self.codec, Lattice)
+            sample = self.plan.sample if self.plan.sample is not None else rows
+            count = 1 << (min(len(sample), SAMPLE_ROWS).bit_length() - 1)
+            sample = sample[np.arange(count) * len(sample) // count]
+            self._step = np.float32(_step(self.codec, sample))
+        return self._step
+
+    def keep(self, parts: Mapping[str, jax.Array], start: int, count: int) -> None:
+        """Keeps the next rows: for the next save, and for rows that are stored beside them."""
+        if self.beside is None:
+            self._kept.append((parts, start, count))
+
+    def whole(self, start: int, stop: int) -> Parts:
+        """Parts of some of the rows, of which all have been encoded."""
+        if self._whole is None:
+            self._whole = {
+                name: np.concatenate(
+                    [np.asarray(p[name])[at : at + n] for p, at, n in self._kept]
+                )
+                for name in self._kept[0][0]
+            }
+            self._kept = []
+        return {name: part[start:stop] for name, part in self._whole.items()}
+
+    def stored(self, parts: Parts, start: int, stop: int) -> Parts:
+        """Parts of some of the rows as they are stored."""
+        if self.beside is not None:
+            return {"integers": parts["integers"]}
+        below = self.below(start, stop) if self.adds is not False else None
+        if below is None:
+            return parts
+        found = self.codec.difference(parts, below)
+        if self._adds is None:
+            self._adds = costs_less(found["integers"], parts["integers"])
+        if not self._adds:
+            return parts
+        self.digest.update(below)
+        return found
+
+    def written(self) -> WrittenTile:
+        """All rows."""
+        parts = {} if self.beside else self.whole(0, self.plan.count)
+        return WrittenTile(self.codec, self.plan.positions, parts)
+
+
+def residual_programs(
+    codec: Residual, dtype: np.dtype, width: int, dithers: bool
+) -> Iterator[Program]:
+    """Programs that encode chunks of such rows."""
+    large = chunk_rows(width, dtype.itemsize)
+    for rows in {program_rows(1, large), large}:
+        yield _encode_zeros, (codec, dtype, width, rows, dithers)
+
+
+def _encode_zeros(
+    codec: Residual, dtype: np.dtype, width: int, rows: int, dithers: bool
+) -> None:
+    given = [np.zeros((rows, width), dtype)]
+    if isinstance(codec, Lattice):
+        given += [np.ones(rows, np.float32), *[np.zeros(rows, np.uint32)] * dithers]
+    else:
+        given += _for_moments(given[0], [])
+    _encode(codec, *jax.device_put(given, host_device()))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(codec: Residual, *given: jax.Array) -> Encoded:
+    if isinstance(codec, Lattice):
+        return codec.encode_at(*given)
+    return codec.encode_over(*given)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(codec: Lattice, rows: jax.Array) -> jax.Array:
+    return codec.step(rows)
