@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from cnr_jax import errors
 from cnr_jax.format.boxes import Box
 from cnr_jax.format.manifest import ParentRef
 from cnr_jax.repository.replay.encoded import Target
@@ -52,7 +54,7 @@ class ParentRows:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # Saves whose rows are being written.
+        # Steps whose rows are being written, or read back.
         self._writing: set[str] = set()
         self._uuid = ""
         self._tiles: dict[TileKey, WrittenTile] = {}
@@ -101,18 +103,22 @@ class ParentRows:
             self._go_to(parent.uuid)
             if self._uuid != parent.uuid:
                 self._tiles, self._uuid = {}, parent.uuid
-            missing = {key: c for key, c in keys.items() if key not in self._tiles}
+            tiles = dict(self._tiles)
+            missing = {key: c for key, c in keys.items() if key not in tiles}
             if missing:
-                chain = open_chain(root, parent.directory, item)
-                for key, codec in missing.items():
-                    parts = _read(chain, *key, codec)
-                    if parts is not None:
-                        self._tiles[key] = WrittenTile(codec, None, parts)
-            return {
-                key: found.parts
-                for key, codec in keys.items()
-                if (found := self._tiles.get(key)) and found.codec == codec
-            }
+                self._writing.add(parent.uuid)
+        if missing:
+            # Without the lock: other saves write meanwhile.
+            with self.writing(parent.uuid):
+                tiles |= _read_tiles(root, item, parent, missing)
+                with self._changed:
+                    if self._uuid == parent.uuid:
+                        self._tiles = tiles
+        return {
+            key: found.parts
+            for key, codec in keys.items()
+            if (found := tiles.get(key)) and found.codec == codec
+        }
 
     def _go_to(self, uuid: str) -> None:
         """Brings what is kept to the state of a step, if that is known."""
@@ -138,6 +144,29 @@ def _put(tiles: dict[TileKey, WrittenTile], key: TileKey, new: WrittenTile) -> N
         for name, part in parts.items():
             part[new.positions] = new.parts[name]
         tiles[key] = WrittenTile(new.codec, None, parts)
+
+
+def _read_tiles(
+    root: AnyPath, item: str, parent: ParentRef, keys: Mapping[TileKey, Residual]
+) -> dict[TileKey, WrittenTile]:
+    """Tiles as they are stored in a step; those of other codecs are left out.
+
+    Raises:
+        CnrError: if they cannot be read, or another checkpoint is in its place.
+    """
+    chain = open_chain(root, parent.directory, item)
+    if (uuid := chain[-1].manifest.uuid) != parent.uuid:
+        raise errors.ChainError(
+            f"step {parent.directory} is another checkpoint than the one that is rested on\n"
+            f"  got uuid {uuid}, expected {parent.uuid}",
+            path=os.fspath(chain[-1].directory),
+        )
+    found = ((key, codec, _read(chain, *key, codec)) for key, codec in keys.items())
+    return {
+        key: WrittenTile(codec, None, parts)
+        for key, codec, parts in found
+        if parts is not None
+    }
 
 
 def _read(
