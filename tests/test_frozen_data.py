@@ -29,10 +29,15 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.handler import CnrHandler, Restore
 
+from . import lattice_reader
 from .conftest import unpack
 
 DATA = Path(__file__).parent / "data"
-VERSIONS = sorted(path.name for path in DATA.iterdir() if path.name.startswith("v"))
+# Rows that are sums have a state, and a second reader, of their own: `lattice_reader.py`.
+SUMS = DATA / "v1-sums"
+VERSIONS = sorted(
+    path.name for path in DATA.iterdir() if path.name.startswith("v") and path != SUMS
+)
 STEPS = (10, 20, 30)
 SAVED = [
     (version, step)
@@ -831,3 +836,35 @@ def test_sealing_gives_the_very_bytes_of_the_library() -> None:
     assert len(paths) == 2 * len(STEPS)
     for path in paths:
         assert sealed(json.loads(path.read_bytes())) == path.read_bytes()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_frozen_sums_restore_bit_for_bit(step: int) -> None:
+    pytest.importorskip("zstandard")
+    expected = expected_of(SUMS.name, "restored", step)
+    state = generate.sums_at(0)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    where = {
+        n: NamedSharding(mesh, spec) for n, spec in ((1, P("a")), (2, P("b", "a")))
+    }
+    moved = jax.tree.map(lambda x: jax.device_put(x, where[x.ndim]), state)
+    tables = generate.sums_tables(state)
+    for like in (state, moved):
+        got = restore(SUMS / "root", step, like, tables=tables)
+        assert same_bits(got, expected)
+    assert same_bits(restore(SUMS / "root", step), expected)
+    for leaf, path in (
+        ("table", "params/user"),
+        ("opt/mu", "opt/mu/user"),
+        ("opt/nu", "opt/nu/user"),
+        ("opt/accumulator", "opt/accumulator/user"),
+    ):
+        values = expected[path]
+        rows, dim = len(values), values[0].size
+        read = lattice_reader.read(SUMS / "root", step, rows, dim, leaf)
+        assert read.tobytes() == values.tobytes(), path
+    truth = generate.flatten(generate.sums_at(step), "")
+    assert any(
+        values.tobytes() != truth["/" + path].tobytes()
+        for path, values in expected.items()
+    )

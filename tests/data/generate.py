@@ -8,6 +8,7 @@
     python tests/data/generate.py v1-motion
     python tests/data/generate.py v1-dense
     python tests/data/generate.py v1-blosc
+    python tests/data/generate.py v1-sums
 
 The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 `tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
@@ -17,8 +18,9 @@ with manifests that say how far off rounded rows are; the fifth the first, with 
 for one table, in a manifest that says so; the sixth the first two, with so many rows that move that
 manifests say how far, and a rounding that was asked for; the seventh the first two, with dense
 leaves of every kind, as tiles; the eighth the first, compressed, its numbers of several bytes by
-blosc, as the second would be today. In the first six Orbax has written the dense leaves, and they
-can only be written by versions of the library from before it stored them as tiles.
+blosc, as the second would be today; the ninth three steps of another state, of one process and
+device, whose table and slots are sums of integers. In the first six Orbax has written the dense
+leaves, and they can only be written by versions of the library from before it stored them as tiles.
 What is written once stays: a folder that exists is refused.
 """
 
@@ -39,6 +41,7 @@ import cnr_jax as cnr
 from cnr_jax.rows.codecs import Asymmetric
 
 STEPS = (10, 20, 30)
+SUMS_ROWS = 256
 # Logical rows recorded before each step: row ids as gaps of one and two bytes, as bitmaps, as
 # none; and rows of one table only.
 TOUCHED = {
@@ -209,7 +212,63 @@ def generate(folder: Path) -> None:
     np.savez_compressed(folder / "expected.npz", **expected)
 
 
+def sums_at(step: int) -> dict[str, Any]:
+    """A state on one device under dense Adam, with an accumulator of one number a row."""
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(SUMS_ROWS, 8)) * 0.05
+    mu, nu = np.zeros((2, SUMS_ROWS, 8))
+    accumulator = np.zeros(SUMS_ROWS)
+    for _ in range(step):
+        ids = rng.choice(SUMS_ROWS * 3 // 4, 24, replace=False)
+        grads = np.zeros_like(table)
+        grads[ids] = rng.normal(size=(24, 8)) * 0.01 * np.exp(rng.normal(size=(24, 1)))
+        mu, nu = 0.9 * mu + 0.1 * grads, 0.999 * nu + 0.001 * grads**2
+        table -= 1e-3 * mu / (np.sqrt(nu) + 1e-8)
+        accumulator += (grads**2).mean(axis=1)
+    # What no integers hold.
+    table[5, 3], mu[6, 1], nu[7, 0] = np.nan, np.inf, -1
+    state = {
+        "params": {"user": table},
+        "opt": {
+            "mu": {"user": mu},
+            "nu": {"user": nu},
+            "accumulator": {"user": accumulator},
+        },
+    }
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state)
+
+
+def sums_tables(state: dict[str, Any]) -> cnr.Tables:
+    """The tables of such a state."""
+    return cnr.find_tables(state, ["user"])
+
+
+def generate_sums(folder: Path) -> None:
+    """As `generate`, of rows that are stored as sums of integers."""
+    folder.mkdir(parents=True)
+    tables, expected = sums_tables(sums_at(0)), dict[str, np.ndarray]()
+    options = cnr.Options(
+        policy=cnr.Consecutive(),
+        codec="lattice",
+        slot_codec="moments",
+        tracking="fingerprint",
+    )
+    with cnr.CheckpointManager(
+        folder / "root", tables=tables, options=options
+    ) as manager:
+        for step in STEPS:
+            manager.save(step, args=cnr.args.Save(sums_at(step)))
+            manager.wait_until_finished()
+    with cnr.CheckpointManager(folder / "root", tables=tables) as manager:
+        for step in STEPS:
+            restored = manager.restore(step, args=cnr.args.Restore(sums_at(0)))
+            expected |= flatten(restored.state, f"restored/{step}")
+    np.savez_compressed(folder / "expected.npz", **expected)
+
+
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-    generate(Path(__file__).parent / sys.argv[1])
+    name = sys.argv[1]
+    write = generate_sums if name.endswith("sums") else generate
+    write(Path(__file__).parent / name)

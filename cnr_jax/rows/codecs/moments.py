@@ -48,7 +48,7 @@ _ROOT_BITS = 16
 # epsilon of 1e-8, it moves an element by a ten thousand millionth of the rate.
 _NO_MEAN = 2.0**-60
 # Rows whose motion tells how far centres move, and places that they move at most.
-_SHIFT_ROWS, _SHIFTS = 4096, 512
+_SHIFT_ROWS, _SHIFTS = 512, 512
 
 Parts = Mapping[str, np.ndarray]
 
