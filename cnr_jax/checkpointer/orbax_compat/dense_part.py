@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import os
-import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from cnr_jax.format.boxes import Box
 from cnr_jax.format.manifest import DenseLeaf
 from cnr_jax.repository.replay.dense_tiles import TiledDense
 from cnr_jax.repository.step_reader import StepReader
-from cnr_jax.repository.store import can, exists, read_all
+from cnr_jax.repository.store import can, exists, read_all, store_of
 from cnr_jax.repository.store.checked import (
     Seal,
     kind_of,
@@ -97,13 +96,14 @@ class OrbaxDense:
         """Where Orbax reads: a copy on a disk, as long as this is used, if it reaches no other."""
         if can(self._directory).paths:
             return DensePath(self._directory / names.DENSE)
-        copy = tempfile.mkdtemp(prefix="cnr_jax_dense_")
-        weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
+        copy = epath.Path(tempfile.mkdtemp(prefix="cnr_jax_dense_"))
+        disk = store_of(copy)
+        weakref.finalize(self, disk.remove_tree, copy)
         for file in self._manifest.dense_files:
-            path = epath.Path(copy, file.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(read_all(self._directory / file.path))
-        return DensePath(epath.Path(copy, names.DENSE))
+            path = copy / file.path
+            disk.make_folder(path.parent)
+            disk.write(path, read_all(self._directory / file.path), replaces=False)
+        return DensePath(copy / names.DENSE)
 
     def check(self) -> None:
         """Compares all files with their digests.
