@@ -61,18 +61,14 @@ def try_bits(
 ) -> TriedBits:
     """Tries widths of codes on a state: the caller's metric before and after a restore.
 
-    The metric is computed for the state as it is, and as each width would restore it. Rows of
-    tables are encoded and decoded where they lie, and slots only if the options round them. Nothing
-    is written. With `train`, the restored state is trained on before its metric is computed, and
-    so is the state as it is, with the same seeds. The cost to a training mostly shows then, and
-    only then if restores follow each other soon.
+    The metric is computed for the state as it is, and as each width would restore it; nothing is
+    written. With `train`, both are trained on before that, with the same seeds. The cost to a
+    training mostly shows only then, and only if restores follow each other soon.
 
     A width is `"harmless"` if the mean of its losses is at most `within`, and so is half their
     95 % interval or its upper end. It is `"harmful"` if the mean is above `within` and can be told
-    from zero, and else `"open"`. The narrowest harmless width is recommended of which no wider one
-    is harmful. An open one is not: a loss that merely cannot be told from zero, on a few seeds, may
-    have any size. So may one that is the same on all seeds, if anything was to depend on them: its
-    spread is not known.
+    from zero, and else `"open"`: on so few seeds its loss may have any size. The narrowest harmless
+    width above which none is harmful is recommended.
 
     In runs of several processes all must call it, with the same arguments, and the figures of
     process 0 count.
@@ -83,22 +79,19 @@ def try_bits(
         evaluate: function from a state to a number, or to several by name. It must not donate the
             state.
         better: `"higher"` or `"lower"`, the better direction of the metric; for several metrics by
-            name. It is not guessed: with the wrong one, the width that harms most would be
-            recommended.
+            name.
         bits: widths to try, as `Options(bits=...)` takes them; `"raw"` stores tables exactly. A
             table with options of its own keeps them at every width.
-        seeds: number of trials of each width, each with a seed of its own, from 0 on: for `train`,
-            and for dither. If nothing depends on the seed, one trial is made.
+        seeds: number of trials of each width, each with a seed of its own, for `train` and for
+            dither. If nothing depends on the seed, one trial is made.
         within: largest accepted loss, in units of the metric; for several metrics by name. None:
             0.01 % of the metric of the state as it is.
         options: options of the run; None: the defaults. Their codecs and rounding are used, their
-            bits are not. With `rounding="auto"` the first restore is that of a run which was not
-            restored before, from nearest codes. Those after it are from dithered codes, as if rows
-            move little from one restore to the next.
+            bits are not. `rounding="auto"` takes nearest codes for the first restore and dithered
+            ones for those after it, as if rows move little between them.
         train: function from a state and a seed to the state after some steps. It may donate its
-            state, and should depend on nothing else: the step in the state can tell which batches
-            come next. It needs memory for the whole state once more, and with several restores for
-            its tables twice; without it, once for its tables.
+            state, and should depend on nothing else. It needs memory for the whole state once more,
+            and with several restores for its tables twice; without it, once for its tables.
         restores: how often the state is restored and trained on in turn, before its metric is
             computed. More than one needs `train`.
 
