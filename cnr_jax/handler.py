@@ -294,7 +294,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             with own_settings():
                 flight, changed = self.plan(place_of(directory), args)
         except BaseException:
-            # Orbax is still making directories, of which the next save may use the names.
+            # Orbax is still making directories, whose names the next save may use.
             with contextlib.suppress(OSError):
                 directories.wait(STOP_SECS, lambda: None)
             self.lifecycle.end_writing(*self.lifecycle.open)

@@ -329,7 +329,7 @@ class CheckpointManager(ocp.CheckpointManager):
         """Saves if a save is due; returns whether it did. Raises what a save before raised.
 
         If it raises that, it does not save: the next save contains the rows of both. A save that
-        rests on a checkpoint of which files are gone is not committed, without an error: see
+        rests on a checkpoint that has lost files is not committed, without an error: see
         `SaveReport.outcome`. The next one is full, and at the end of a run comes at once.
 
         Raises:

@@ -412,7 +412,7 @@ def _checked(
             raise OptionError(
                 f"the trace of table {name!r} looks up no row\n"
                 f"  got ids up to {int(ids.max())}, expected one of 0 or more\n"
-                "  hint: rows= says how many rows a table has of which none is looked up"
+                "  hint: rows= says how many rows a table has that is never looked up"
             )
         found[name] = (ids, size)
     steps = {name: len(ids) for name, (ids, _) in found.items()}

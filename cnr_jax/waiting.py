@@ -16,7 +16,7 @@ _NOBODY = ()
 
 
 class Gate:
-    """An event for threads of which one may be interrupted: it opens once, for all.
+    """An event for threads, one of which may be interrupted: it opens once, for all.
 
     `threading.Event` stays locked for good if an interrupt comes where Python has just locked it.
 

@@ -239,7 +239,7 @@ def test_a_writer_has_ended_only_if_that_is_seen_of_its_process(
         assert cnr.prune(root, keep=2, delete=True).is_done
         return
     alive = changes == {"pid": OWN}
-    seen = "is running" if alive else "of which no more is seen from here"
+    seen = "is running" if alive else "whose process cannot be seen from here"
     for keep in (2, 1):
         with pytest.raises(
             cnr.errors.WriterError, match=rf"not known.*\n.*{seen}\n.*--writer-is"

@@ -23,7 +23,7 @@ def show(
     step: Step,
     table: Annotated[
         str | None,
-        typer.Argument(metavar="TABLE", help="A table of which to decode rows."),
+        typer.Argument(metavar="TABLE", help="A table to decode rows of."),
     ] = None,
     rows: Annotated[
         int, number_option("--rows", "How many of its rows to decode.")

@@ -65,7 +65,7 @@ def errno_of(error: BaseException, handled: BaseException | None = None) -> int 
 
     Args:
         error: what was raised.
-        handled: what was being handled already when that began of which `error` comes, so that
+        handled: what was being handled already when the work began that raised `error`, so that
             it is not behind it, though Python notes it as its context.
 
     Example:

@@ -74,7 +74,7 @@ class Committer(Protocol):
         """Makes an attempt durable, and commits it.
 
         Args:
-            attempt: of which all is written.
+            attempt: that is written as a whole.
             durable: names of what is durable already, of all that lies in its folder.
 
         Raises:

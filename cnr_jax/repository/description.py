@@ -156,12 +156,12 @@ class RootDescription:
     Attributes:
         root: its path.
         item: of each step that was looked at; None: no step holds one of this library.
-        steps: branch by branch, each in the order of its saves; those of which the branch is not
+        steps: branch by branch, each in the order of its saves; those whose branch is not
             known come first.
         abandoned: folders of steps that a rollback moved aside, or left behind under their names.
         earlier_runs: folders of runs that `Options(new_run=True)` moved aside; each is a root.
         unfinished: folders of saves that are being written, or were killed.
-        removed: folders of removed steps of which files are left.
+        removed: folders of removed steps that still hold files.
         latest_step: the step that `restore(None)` would take; None: there is none.
     """
 

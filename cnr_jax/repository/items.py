@@ -26,8 +26,8 @@ def find_item(root: AnyPath) -> str | None:
     """The item of a root's steps that holds a checkpoint of this library, if any does.
 
     The one that most of the newest steps have; of several, rather `default`, or what Orbax noted
-    of the newest of these. Rather one that holds a manifest than one of which only other files are
-    left.
+    of the newest of these. Rather one that holds a manifest than one that holds other files
+    alone.
 
     Raises:
         OSError: if the root, or the newest steps in it, cannot be seen or listed.

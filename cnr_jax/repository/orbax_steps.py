@@ -63,7 +63,7 @@ def orbax_step(root: store.AnyPath, directory: str, item: str) -> OrbaxStep | No
     if item not in held and len(held) != 1:
         got = f"items {', '.join(held)}" if held else "no item that holds a pytree"
         raise errors.IntegrityError(
-            f"{where} is a step of plain Orbax of which it is not clear what the state is\n"
+            f"{where} is a step of plain Orbax, and it is not clear what its state is\n"
             f"  got {got}, expected one, or {item!r}\n"
             "  hint: CheckpointManager(root, item=...) names it",
             kind="not_ours",

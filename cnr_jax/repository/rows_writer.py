@@ -90,7 +90,7 @@ class _PartArray(NamedTuple):
 def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray, ...]:
     """Arrays of the parts of a codec that are stored with its own rows.
 
-    Asked for each tile, of which there may be thousands for each of few answers.
+    Asked for each tile: thousands may ask for each of a few answers.
     """
     found: list[_PartArray] = []
     own = {n: p for n, p in codec.parts(width, dtype).items() if not p.shared}

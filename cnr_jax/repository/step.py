@@ -290,7 +290,7 @@ def files_of(manifest: Manifest, processes: Sequence[ProcessManifest]) -> StepFi
 
     Args:
         manifest: of the item.
-        processes: of which the manifests are known; nobody knows the files of others.
+        processes: whose manifests are known; nobody knows the files of others.
 
     Raises:
         FormatError: if an array is of a dtype that is not known.

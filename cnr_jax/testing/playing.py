@@ -178,7 +178,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
     # ---- what befalls it ------------------------------------------------------------------
 
     def fail_while_saving(self, fault: Fault, gap: int = 1) -> None:
-        """A save of which a call fails, in this process. If there is no such call, a save."""
+        """A save with a call that fails, in this process. If there is no such call, a save."""
         step, values = self._step(gap), values_of(self.state)
         raised = None
         try:

@@ -51,7 +51,7 @@ class Shape:
         rows: of the table.
         dim: elements of a row.
         dtype: of the table.
-        slots: of which of them an optimizer keeps one: `"row"` (float32, a number a row) and
+        slots: that an optimizer keeps for it: `"row"` (float32, a number a row) and
             `"element"` (float32, of the table's shape).
     """
 

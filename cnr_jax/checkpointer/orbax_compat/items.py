@@ -120,7 +120,7 @@ class Items:
         """Takes a number for the save that begins, alone of this process.
 
         Handlers of Orbax note it, and wait for what was promised under it: under that of another
-        save of this process, of which directories could not be made, they would wait in vain.
+        save of this process, whose directories could not be made, they would wait in vain.
         """
         if self._numbers is None:
             here = jax.process_index()

@@ -51,7 +51,7 @@ def leaf_metadata(
 
 
 def as_stored(stored: ocp.metadata.value.Metadata) -> ocp.RestoreArgs:
-    """How Orbax restores a leaf of which nothing is said: with all of its values.
+    """How Orbax restores a leaf that nothing is said of: with all of its values.
 
     As an array of jax or numpy, as it was; of jax on one device, or replicated on all of several
     processes; of 64 bits, where jax has only 32, of numpy.

@@ -75,7 +75,7 @@ def _fitting(path: Any, pattern: str) -> list[Any]:
 
 
 class DensePath(ExactPath):
-    """The path of a `dense/`, of which Orbax is shown what can be its own alone.
+    """The path of a `dense/`, where Orbax is shown what can be its own alone.
 
     Orbax reads whatever begins like one of its files, such as a copy that an editor or a store
     that is synced has left beside it.

@@ -308,7 +308,7 @@ def now() -> datetime.datetime:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Listed:
-    """A step of which is known what its folder holds."""
+    """A step whose folder was looked into."""
 
     step: int
     path: Any
@@ -327,7 +327,7 @@ class _Listed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _NotedStep:
-    """A step of which a catalogue tells."""
+    """A step that a catalogue tells of."""
 
     path: Any
     noted: catalogue.Noted

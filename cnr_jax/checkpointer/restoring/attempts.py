@@ -335,8 +335,8 @@ class StepChooser:
         if others:
             more = f"; also {', '.join(others[1:_SHOWN])}" if others[1:] else ""
             text += (
-                f"\n  hint: restore step {others[0]}, the newest of which no damage is"
-                f" known{more}"
+                f"\n  hint: restore step {others[0]}, the newest without known damage"
+                f"{more}"
             )
         else:
             text += "\n  no other step can be restored"

@@ -105,7 +105,7 @@ def _converts(stored: np.dtype, wanted: Any) -> bool:
     """Whether Orbax, by TensorStore, reads values of a dtype as those of another."""
     if stored == wanted:
         return True
-    # The exponents, of which alone this dtype is made, are taken for other ones.
+    # This dtype is made of exponents alone, which are taken for other ones.
     if _EXPONENTS in (stored, wanted) or stored.kind == "c" != wanted.kind:
         return False
     return np.can_cast(stored, wanted, "unsafe")

@@ -62,8 +62,8 @@ class Progress:
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
-        # Of what is committed, or was restored; and of saves of which it is not known what became,
-        # by their nonces, in order.
+        # Of what is committed, or was restored; and of saves whose outcome is not known, by their
+        # nonces, in order.
         self._sure: Tip | None = None
         self._begun: dict[str, Tip] = {}
 

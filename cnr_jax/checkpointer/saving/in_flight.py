@@ -29,7 +29,7 @@ from cnr_jax.waiting import STOP_SECS, Gate, Job
 
 
 def _do_nothing() -> None:
-    """Nobody waits for a save of which nothing is being written."""
+    """Nobody waits for a save that writes nothing."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -145,7 +145,7 @@ class SaveInFlight(PipelinedSave):
         """Makes the save fail if it has not ended, and waits until nothing is written.
 
         A plain manager of Orbax raises the first error while other parts may still be writing,
-        into a directory of which the same step, saved again, uses the name.
+        into a directory whose name the same step uses when it is saved again.
         """
         self.cancel()
         self.launched.open()

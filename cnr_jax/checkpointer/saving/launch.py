@@ -199,7 +199,7 @@ def _write_rows(
     with parents.writing(flight.plan.uuid):
         stage.wait()
         if stage.is_closed:
-            # What training has yet to do is Python's, of which each thread takes a lot at a time.
+            # What training has yet to do is Python's, and each thread takes a lot at a time.
             flight.returned.wait(_HEAD_START_SECS)
         plans = rows.plans()
         if sample is None:
@@ -340,7 +340,7 @@ def _in_background(
 
 
 def _note_secs(flight: SaveInFlight, secs: float) -> None:
-    """Notes how long writing took, of which it may have waited for codes, and for rows."""
+    """Notes how long writing took, without its waits for codes and for rows."""
     written = flight.written
     encode_secs = written.encode_secs if written else 0.0
     waiting_secs = written.waiting_secs if written else 0.0

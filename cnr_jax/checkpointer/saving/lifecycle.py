@@ -52,7 +52,7 @@ class Lifecycle:
         managed: whether a manager calls `synced` and `end_writing` when a save has ended, and
             `look_before` when all of a step is synced, closer to its commit than the handler of
             the state can.
-        open: saves of a state that have begun and of which it is not known what became, in order.
+        open: saves of a state that have begun and whose outcome is not known, in order.
             Those of a manager are in a pipeline.
         report: of the last save that was committed or dropped.
         last_failure: why the save that ended last failed, without frames; None if it did not.

@@ -277,7 +277,7 @@ class SavePipeline(Generic[S]):
         return [save for save in tuple(self._saves) if not save.is_over]
 
     def unnoted(self) -> list[S]:
-        """Saves of which nobody has taken note what became of them, in their order."""
+        """Saves whose outcome nobody has taken note of, in their order."""
         return [*self._saves]
 
     @property

@@ -37,7 +37,7 @@ from cnr_jax.rows.codecs import Raw
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# Beside the digests of leaves, of which they cannot be the paths.
+# Beside the digests of leaves: they cannot be paths of these.
 _ASKED = "/asked"
 _TRACKING = "/tracking"
 _DOUBT = "/doubt"

@@ -104,14 +104,14 @@ def report_of_dropped(
     problem: str,
     damaged: str | None = None,
 ) -> SaveReport:
-    """What a save did of which nothing stays; the same on all processes, but for seconds.
+    """What a save did that leaves nothing; the same on all processes, but for seconds.
 
     Args:
         known: of it so far.
         flight: the save.
         tables: of its state.
         problem: why nothing stays, in a line.
-        damaged: the file because of which, below the root.
+        damaged: the file that is the reason, below the root.
     """
     return dataclasses.replace(
         known,

@@ -19,7 +19,7 @@ Metrics = Mapping[str, float]
 WIDTHS: tuple[Width, ...] = (*CODE_BITS, "raw")
 # The paper's mark: what restores may cost, as a share of the metric.
 _ACCEPTED = 1e-4
-# What a metric is called of which only a number was returned.
+# What a metric is called that was returned as a number alone.
 _ONLY = "metric"
 
 

@@ -150,7 +150,7 @@ class TriedBits:
 
     @property
     def recommended(self) -> Width | None:
-        """Narrowest harmless width of which no wider one is harmful; None if there is none.
+        """Narrowest harmless width above which none is harmful; None if there is none.
 
         If a wider one is harmful, a narrower one is harmless only by chance.
         """

@@ -57,7 +57,7 @@ class Catalogue:
         epoch: of the claim; empty: there is none.
         item: that holds their state.
         entries: by directory; the newest has its manifest.
-        noted: by directory, of those of which it is known.
+        noted: by directory, where it is known.
     """
 
     epoch: str = ""

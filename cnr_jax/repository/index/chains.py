@@ -253,7 +253,7 @@ class Chains:
 
     @property
     def folders(self) -> Mapping[str, Folder]:
-        """Step directories of which no manifest could be read."""
+        """Step directories whose manifest could not be read."""
         return types.MappingProxyType(self._folders)
 
     # What is told.
@@ -270,7 +270,7 @@ class Chains:
                 derived.version = self._version
 
     def note_folder(self, directory: str, folder: Folder) -> None:
-        """Notes that a step directory is there of which no manifest can be read."""
+        """Notes a step directory whose manifest cannot be read."""
         self.forget(directory)
         self._folders[directory] = folder
 

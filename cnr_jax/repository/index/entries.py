@@ -275,7 +275,7 @@ def forks_of_next(
 ) -> tuple[Fork, ...]:
     """Where the branch of the next save leaves older ones, oldest first.
 
-    Generations of which no step is left are not named: a root that goes back every day would
+    Generations without a step that is left are not named: a root that goes back every day would
     have manifests that grow forever.
 
     Args:

@@ -100,7 +100,7 @@ class Folder:
         """Whether it may be a step, or have been one.
 
         Not if it is called so, but is the user's, such as `2024` with plots: it holds something,
-        but neither what this library or Orbax saved nor the item's folder, of which all else may
+        but neither what this library or Orbax saved nor the item's folder, where all else may
         be lost. An empty one may have been a step, and so may what cannot be seen: others may
         rest on it.
         """
@@ -150,7 +150,7 @@ def _kind_of(
     if held is None or _hold_own(below):
         return "own"
     if names.ORBAX_METADATA in held:
-        # One of ours of which nothing else is left.
+        # One of ours; nothing else of it is left.
         handlers = handlers_of(path).values()
         return "own" if any(each.startswith(_OURS) for each in handlers) else "orbax"
     found = {*held, *(name for inner in below.values() for name in inner)}

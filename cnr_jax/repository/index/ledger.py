@@ -267,7 +267,7 @@ class Ledger(Chains):
     def part(self) -> None:
         """Finds out which steps rollbacks have left behind, and which they have not after all.
 
-        Those of which there is a later generation, which names tell, and what rests on them.
+        Names tell where there is a later generation: the earlier ones, and what rests on them.
         """
         known: dict[str, Entry | Folder] = {**self._entries, **self._folders}
         known |= self.left
@@ -377,7 +377,7 @@ class Ledger(Chains):
     def checkpoints(self) -> list[str]:
         """Step directories that hold a checkpoint of this library or of Orbax.
 
-        Those of which nothing is known come first, then the known ones, newest first.
+        Unknown ones come first, then the known ones, newest first.
         """
         found = [name for name, each in self._folders.items() if each.is_checkpoint]
         unknown = sorted(found, reverse=True)

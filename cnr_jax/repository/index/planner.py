@@ -122,7 +122,7 @@ class SavePlan:
 
 
 class Begun(NamedTuple):
-    """A save that has begun, and of which it is not known what became.
+    """A save that has begun, and whose outcome is not known.
 
     Attributes:
         rows: that it writes, about; 0 until they are chosen.
@@ -162,9 +162,9 @@ class Planner:
     Attributes:
         tables: that are saved, as manifests list them.
         guarded: retention is known to keep parents.
-        runs: tells of which run a save is.
+        runs: tells the run of a save.
         branches: of each lineage that may go on, what is known of it by what is committed.
-        begun: saves of which it is not known yet what became of them, by uuid, in order.
+        begun: saves whose outcome is not known yet, by uuid, in order.
     """
 
     def __init__(

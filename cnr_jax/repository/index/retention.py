@@ -283,7 +283,7 @@ def _not_replaced(ledger: Ledger) -> set[int]:
 
 
 def blockers(ledger: Ledger, directory: str) -> list[str]:
-    """Step directories because of which one must not be deleted, the newest first.
+    """Step directories that keep one from being deleted, the newest first.
 
     These are all that depend on it, also those that cannot be restored for another reason, and
     those of which that is not known.
@@ -307,7 +307,7 @@ def blockers(ledger: Ledger, directory: str) -> list[str]:
 def children_first(ledger: Ledger, directories: Iterable[str]) -> list[str]:
     """Step directories in an order in which none goes before one that depends on it.
 
-    Those of which nothing is known come first: they might depend on any other.
+    Unknown ones come first: they might depend on any other.
     """
 
     def depth(directory: str) -> tuple[float, str]:

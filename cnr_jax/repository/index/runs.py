@@ -220,7 +220,7 @@ def _saved_with(ledger: Ledger, lineage: str, clock: int) -> Entry | None:
 
 
 def _used_root(ledger: Ledger, found: Sequence[str], hint: str) -> errors.UsedRootError:
-    """The error for a save into a root of which nothing was restored."""
+    """The error for a save into a root that nothing was restored from."""
     ours = ledger.committed()
     steps = sorted(names.step_number(directory) for directory in found)
     span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"

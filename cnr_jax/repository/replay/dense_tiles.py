@@ -301,7 +301,7 @@ class TiledDense:
 
 
 def fallback_sharding() -> Sharding:
-    """Where leaves go of which nothing says where: one device, or all of several processes."""
+    """Where leaves go that nothing says a place of: one device, or all of several processes."""
     if jax.process_count() == 1:
         return SingleDeviceSharding(jax.local_devices()[0])
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))

@@ -24,8 +24,8 @@ from cnr_jax.rows.codecs.residual import Digest, Residual
 from cnr_jax.state.layouts import Identity, RowLayout, layout_from
 
 Index = np.ndarray | slice
-# Regions of a table of which it is kept where their rows come from: those of its next leaf, most
-# often. Bounds host memory.
+# For so many regions of a table it is kept where their rows come from: the rows of its next leaf,
+# most often. Bounds host memory.
 _KEPT_REGIONS = 16
 
 

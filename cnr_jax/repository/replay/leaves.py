@@ -285,7 +285,7 @@ def restored_stamps(
 def _rows_in(
     reader: StepReader, table: str, target: Target, rows: tuple[int, int]
 ) -> Iterator[Index]:
-    """Rows within `rows` of which a checkpoint holds any leaf, relative to the first.
+    """Rows within `rows` that a checkpoint holds any leaf of, relative to the first.
 
     Tiles of different leaves may hold different rows: see SPEC, section 8.
     """

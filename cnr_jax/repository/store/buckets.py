@@ -103,7 +103,7 @@ class BucketStore(Objects):
             try:
                 return self._read(path)[0]
             except OSError:
-                return None  # of which who reads it hears
+                return None  # whoever reads it hears of it
 
         wanted = list(paths)
         with ThreadPoolExecutor(_AT_ONCE, "cnr_fetch") as pool:

@@ -53,11 +53,11 @@ _DAMAGED_ERRNOS = {
 }
 
 
-# The kind of an error of which a file is the cause that is too many: nothing else is wrong.
+# The kind of an error that a file too many causes: nothing else is wrong.
 UNKNOWN = "file_unknown"
 # What is said of such a file.
 MISTAKABLE = "is not of this checkpoint, but Orbax could take it for a part of it"
-# The kind of an error of which storage is the cause: the next time it may read the same file.
+# The kind of an error that storage causes: the next time it may read the same file.
 UNREAD = "file_unreadable"
 # What TensorStore says where storage does not give a file out, whatever is in it.
 _NO_DAMAGE = (

@@ -132,7 +132,7 @@ def aside_of_run(
         root: holds them.
         item: of each of them, by which its run is known.
         ledger: of the root; its `run` is the one whose rollbacks are meant.
-        others: names that are not looked at, of which it is known that they are not of the run;
+        others: names that are not looked at, as they are known not to be of the run;
             those that are found not to be, or cannot be understood, are added.
         adopts: whether adopted steps of plain Orbax are of the run, as they were in the root.
 
@@ -179,7 +179,7 @@ def clear_aside(
     """Removes what rollbacks of a run have set aside; what cannot be removed stays.
 
     Args:
-        place: the root, and the item that tells of which run a folder is.
+        place: the root, and the item that tells the run of a folder.
         ledger: see `aside_of_run`.
         remove: a directory of the root.
         others: the same.

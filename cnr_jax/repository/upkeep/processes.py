@@ -1,4 +1,4 @@
-"""Which process of which machine something is of, and whether that has ended.
+"""The process that made something, on its machine, and whether it has ended.
 
 A PID alone says little: it is a number of one PID namespace, as of one container, and of one boot
 of one machine, and is given to another process when the one that had it has ended. Containers of

@@ -258,7 +258,9 @@ def claimed(
         got = "a claim that cannot be read"
         if before is not None:
             runs = before.process.state() == "alive"
-            seen = "which is running" if runs else "of which no more is seen from here"
+            seen = (
+                "which is running" if runs else "whose process cannot be seen from here"
+            )
             got = f"{before}, {seen}"
         raise errors.WriterError(
             f"{who}: nothing was {not_done}\n  got {got}\n  hint: {hint}",

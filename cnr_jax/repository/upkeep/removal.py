@@ -249,7 +249,7 @@ class Leftovers:
 
     Attributes:
         temporary: of saves that are being written, or that were killed.
-        removed: removed steps of which files are left.
+        removed: removed steps that have left files.
         abandoned: steps that rollbacks have moved out of the way.
         earlier: roots that hold the steps of earlier runs.
         orphans: deltas without their parent; they cannot be restored.
@@ -268,7 +268,7 @@ class Leftovers:
 
 _MEANINGS = {
     "temporary": "saves that are being written or were killed; the next save clears the latter",
-    "removed": "removed steps of which files are left",
+    "removed": "removed steps that have left files",
     "abandoned": "steps that rollbacks set aside; they go as retention lets go of others",
     "earlier": "roots of earlier runs, set aside by new ones; delete them if you like",
     "orphans": "deltas without their parent, which cannot be restored; they are kept",
@@ -277,7 +277,7 @@ _MEANINGS = {
 
 
 def find_leftovers(root: store.AnyPath, ledger: Ledger) -> Leftovers:
-    """Looks through a root of which the ledger has been read."""
+    """Looks through a root whose ledger has been read."""
     if not store.exists(root):
         return Leftovers()
     held, replacing = (
@@ -297,7 +297,7 @@ def find_leftovers(root: store.AnyPath, ledger: Ledger) -> Leftovers:
 
 
 def report(root: store.AnyPath, leftovers: Leftovers) -> None:
-    """Logs one line for each kind of which there is something."""
+    """Logs one line for each kind that there is something of."""
     for kind, meaning in _MEANINGS.items():
         found: tuple[str, ...] = getattr(leftovers, kind)
         if found:

@@ -212,7 +212,7 @@ def _beside(
         left: what is called like one, and was left behind.
     """
     meanings = {
-        "removed": "a removed step of which files are left",
+        "removed": "a removed step that has left files",
         "abandoned": "a step that a rollback set aside",
         "unfinished": "a save that is being written, or was killed",
     }

@@ -517,7 +517,7 @@ class RootWriter:
         """Lets other managers write once no save is planned or written any more.
 
         Args:
-            uuid: of a save of which nothing is written any more; else one that was planned did not
+            uuid: of a save that nothing writes for any more; else one that was planned did not
                 begin.
         """
         with self._holding:
