@@ -266,7 +266,7 @@ def checked(client: Any, make: Callable[..., Any], url: str) -> list[str]:
         lines.append(
             f"put if unchanged, by a stale version: {'won' if stale else 'refused'}"
         )
-    port = _free_port()
+    port = free_port()
     for what, other, key in (
         ("object that is not there", client, "nothing"),
         ("bucket that is not there", make(url, "no-such-bucket"), "a"),
@@ -295,15 +295,15 @@ server.main()
 
 @contextlib.contextmanager
 def _moto(folder: str) -> Iterator[str]:
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-c", _MOTO, "-p", str(port)]
-    with _running(command, f"http://127.0.0.1:{port}") as url:
+    with running(command, f"http://127.0.0.1:{port}") as url:
         yield url
 
 
 @contextlib.contextmanager
 def _seaweedfs(folder: str) -> Iterator[str]:
-    ports = {name: _free_port() for name in ("master", "volume", "filer", "s3")}
+    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
     asked = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     key, secret = (os.environ[name] for name in asked)
     identity = {
@@ -335,14 +335,14 @@ def _seaweedfs(folder: str) -> Iterator[str]:
         "-volume.max=2000",
         "-master.volumeSizeLimitMB=64",
     ]
-    with _running(command, f"http://127.0.0.1:{ports['s3']}") as url:
+    with running(command, f"http://127.0.0.1:{ports['s3']}") as url:
         yield url
 
 
 SERVERS = {"moto": _moto, "seaweedfs": _seaweedfs}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One that has a free port 10,000 above it, which SeaweedFS takes too."""
     while True:
         port = random.randrange(20_000, 50_000)
@@ -357,7 +357,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], url: str) -> Iterator[str]:
+def running(command: Sequence[str], url: str) -> Iterator[str]:
     """A server that answers at `url`."""
     quiet = subprocess.DEVNULL
     server = subprocess.Popen(command, stdout=quiet, stderr=quiet)
