@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from cnr_jax.repository.description import StepDescription as StepDescription
     from cnr_jax.repository.description import TableDescription as TableDescription
     from cnr_jax.repository.metrics import read_metrics as read_metrics
-    from cnr_jax.repository.mirroring.mirror import MirrorReport as MirrorReport
-    from cnr_jax.repository.mirroring.mirror import mirror as mirror
+    from cnr_jax.repository.mirroring.once import mirror as mirror
+    from cnr_jax.repository.mirroring.report import MirrorReport as MirrorReport
     from cnr_jax.repository.reading import changed_rows as changed_rows
     from cnr_jax.repository.reading import read_rows as read_rows
     from cnr_jax.repository.upkeep.prune import Fate as Fate
@@ -92,7 +92,8 @@ _HOMES = {
     "repository.describe": "describe",
     "repository.description": "LeafDescription RootDescription StepDescription TableDescription",
     "repository.metrics": "read_metrics",
-    "repository.mirroring.mirror": "MirrorReport mirror",
+    "repository.mirroring.once": "mirror",
+    "repository.mirroring.report": "MirrorReport",
     "repository.reading": "changed_rows read_rows",
     "repository.upkeep.prune": "Fate PrunePlan prune",
     "repository.upkeep.verify": "Problem verify",

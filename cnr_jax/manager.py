@@ -45,7 +45,7 @@ from cnr_jax.handler import registry_of
 from cnr_jax.integers import checked_step, step_or_newest
 from cnr_jax.options import Options, checked
 from cnr_jax.repository.causes import as_root_errors, using_root
-from cnr_jax.repository.mirroring.mirror import MirrorReport
+from cnr_jax.repository.mirroring.report import MirrorReport
 from cnr_jax.repository.store import asking_once, is_directory
 from cnr_jax.repository.upkeep.verify import Level, Problem, verify
 from cnr_jax.state.table import Tables
@@ -154,7 +154,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 made = self._listing.open(
                     item,
                     writes=handler.may_save,
-                    recovers=lambda: self._mirror and self._mirror.bring_back(),
+                    recovers=lambda: self._mirror and self._mirror.way_back.bring(),
                 )
                 super().__init__(
                     self._root,
@@ -450,7 +450,9 @@ class CheckpointManager(ocp.CheckpointManager):
             listing=self._listing,
             channel=self._channel,
             resume=self._handler.resume,
-            mend=lambda name: self._mirror is not None and self._mirror.mend(name),
+            mend=lambda name: (
+                self._mirror is not None and self._mirror.way_back.mend(name)
+            ),
         )
         is_named = isinstance(restored, ocp.args.Composite)
         state = restored.get(item) if is_named else restored

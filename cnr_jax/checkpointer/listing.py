@@ -166,7 +166,7 @@ class Listing:
         if not mirrored or step in self._steps.numbers():
             return
         if on_primary(
-            self._channel, lambda: mirror is not None and mirror.bring_back(step)
+            self._channel, lambda: mirror is not None and mirror.way_back.bring(step)
         ):
             self.reload()
 

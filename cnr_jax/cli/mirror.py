@@ -13,7 +13,7 @@ from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
 if TYPE_CHECKING:
-    from cnr_jax.repository.mirroring.mirror import MirrorReport
+    from cnr_jax.repository.mirroring.report import MirrorReport
 
 # How often a root is looked at for new steps.
 _LOOK_SECS = 2.0
@@ -53,7 +53,7 @@ def mirror(
     from cnr_jax.cli.roots import use_cpu
 
     use_cpu()
-    from cnr_jax.repository.mirroring.mirror import mirror as mirrored
+    from cnr_jax.repository.mirroring.once import mirror as mirrored
 
     told: MirrorReport | None = None
 

@@ -12,8 +12,9 @@ import jax
 from cnr_jax import errors
 from cnr_jax.options import Options
 from cnr_jax.repository.layout import open_root
-from cnr_jax.repository.mirroring.mirror import Mirror, check_apart
+from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.near import empty_into, lacking_room
+from cnr_jax.repository.mirroring.places import check_apart
 from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.texts import logger
 

@@ -1,0 +1,131 @@
+"""A root mirrored on demand, and each of two mended by the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from cnr_jax import errors
+from cnr_jax.repository import layout
+from cnr_jax.repository.causes import as_root_errors, in_one_line
+from cnr_jax.repository.index.entries import order
+from cnr_jax.repository.items import find_item
+from cnr_jax.repository.mirroring.copier import Copier, may_hold
+from cnr_jax.repository.mirroring.mirror import Mirror
+from cnr_jax.repository.mirroring.places import check_apart, is_free
+from cnr_jax.repository.mirroring.report import MirrorReport
+from cnr_jax.repository.mirroring.step_files import mend_files
+from cnr_jax.repository.store import AnyPath
+from cnr_jax.repository.upkeep.claim import read_writer
+from cnr_jax.repository.upkeep.prune import claimed
+
+
+def mirror(
+    root: str | os.PathLike[str],
+    url: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    repair: bool = False,
+    bytes_per_sec: int | None = None,
+    writer_is_dead: bool = False,
+    item: str | None = None,
+    follows: Callable[[MirrorReport], bool] | None = None,
+) -> MirrorReport:
+    """Copies the committed steps of a root to another one, parents first.
+
+    Each file is checked on the way. What is there already is not copied again, and what a killed
+    program has copied of a step neither. A run may be saving in the root meanwhile. Needs no
+    device.
+
+    Args:
+        root: directory of the checkpoints.
+        url: of the mirror, which is made if missing.
+        keep: how many steps stay in the mirror, the newest ones, and what they rest on; None: all.
+        repair: whether files of steps that are in both, and damaged or missing in one, are
+            replaced by those of the other. This reads every byte of both, and no program may save
+            to either.
+        bytes_per_sec: that are written at most; None: no limit.
+        writer_is_dead: for `repair`: the managers that saved to either have ended, though that
+            cannot be seen.
+        item: of each step; None: the one that holds a checkpoint of this library.
+        follows: called with the report each time that all is copied; whether to look
+            for more. None: once.
+
+    Returns:
+        What was done, and what could not be.
+
+    Raises:
+        NoStepError: if there is no such root.
+        OptionError: if one root lies in the other, or checkpoints cannot be kept there.
+        UsedRootError: if the mirror holds another run.
+        WriterError: if another program copies to the mirror; for `repair`, saves to either.
+        RootError: if a root cannot be seen, such as one in a bucket that is not there.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> root, far = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> state = {"user": jnp.zeros((8, 4))}
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> with cnr.CheckpointManager(root, tables=tables) as manager:
+        ...     _ = manager.save(0, args=cnr.args.Save(state))
+        >>> cnr.mirror(root, far).copied_steps, cnr.describe(far).latest_step
+        (1, 0)
+    """
+    path, target = layout.open_root(root), layout.open_root(url)
+    with as_root_errors(path, "mirrored"):
+        layout.check_can_be_read(path, item)
+        held = item or find_item(path)
+    mended, problems = list[str](), list[str]()
+    with as_root_errors(target, "mirrored to"):
+        if repair:
+            if held := held or find_item(target):
+                mended = _repair(path, target, held, problems, writer_is_dead)
+        elif not is_free(target):
+            raise errors.WriterError(
+                f"another program copies to {os.fspath(target)}: nothing was copied\n"
+                f"  got {read_writer(target)}\n"
+                "  hint: end it, or mirror to another folder",
+                kind="writer_busy",
+            )
+        found = Mirror(path, target, keep=keep, bytes_per_sec=bytes_per_sec, item=item)
+    with found.for_a_while():
+        while True:
+            report = found.catch_up()
+            if found.lost is not None:
+                raise found.lost
+            if follows is None or not follows(report):
+                break
+    return dataclasses.replace(
+        report, mended=tuple(mended), problems=(*problems, *report.problems)
+    )
+
+
+def _repair(
+    root: AnyPath, target: AnyPath, item: str, problems: list[str], is_dead: bool
+) -> list[str]:
+    """Mends each of two roots by the other; returns what was mended."""
+    check_apart(root, target)
+    mended = list[str]()
+    told: Any = {"writer_is_dead": is_dead, "not_done": "mended"}
+    with claimed(root, item, **told) as own, claimed(target, item, **told) as far:
+        ledgers = own[1], far[1]
+        known = [e for held in ledgers for e in held.committed() if not e.orbax]
+        for entry in sorted({e.directory: e for e in known}.values(), key=order):
+            if not all(may_hold(held, entry) for held in ledgers):
+                continue
+            copies = [place / entry.directory for place in (root, target)]
+            try:
+                mended += map(os.fspath, mend_files(copies, copies))
+            except (errors.CnrError, OSError) as error:
+                problems.append(f"step {entry.directory}: {in_one_line(error)}")
+            for place, held in zip((root, target), ledgers, strict=True):
+                held.read(place, entry.directory, item)
+        for source, goal, writer in ((target, root, own[0]), (root, target, far[0])):
+            copier = Copier(source, goal, item=item, writer=writer)
+            copier.look()
+            for entry in copier.needed():
+                copier.copy(entry)
+                mended.append(os.fspath(goal / entry.directory))
+    return mended
