@@ -312,10 +312,11 @@ class RowsWriter:
     def _writer_of(
         self, codec: Codec, name: str, values: np.ndarray
     ) -> ArrayWriter | PackedWriter:
-        array = names.array_name(codec.name, name, values.dtype.name)
+        dtype = values.dtype.name
+        # First that of packed rows of this width: rows of one element may be beside it, unpacked.
+        array = names.array_name(codec.name, f"{name}{values.shape[1]}", dtype)
         if array not in self._writers:
-            called = f"{name}{values.shape[1]}"
-            array = names.array_name(codec.name, called, values.dtype.name)
+            array = names.array_name(codec.name, name, dtype)
         return self._writers[array]
 
     def stop(self) -> None:

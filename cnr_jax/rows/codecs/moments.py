@@ -292,8 +292,13 @@ class Unit:
 
 def _places_parts(dim: int, integers: str) -> dict[str, Part]:
     int16 = np.dtype(np.int16)
-    found = {integers: Part(int16, dim, "packed_rows")}
-    return found if dim == 1 else {**found, "centre": Part(int16, 1, "zstd")}
+    if dim == 1:
+        # Classes of rows would take more than they save.
+        return {integers: Part(int16, dim, "zstd")}
+    return {
+        integers: Part(int16, dim, "packed_rows"),
+        "centre": Part(int16, 1, "zstd"),
+    }
 
 
 def _check_power(value: int, name: str, most: int) -> None:
