@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax.format.tiles import ProcessManifest, load_process
+from cnr_jax.repository.parent_rows import ParentRows
+from cnr_jax.repository.replay.encoded import Target
+from cnr_jax.repository.replay.regions import WantedLeaf
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.step_reader import open_chain
+from cnr_jax.state.layouts import layout_from
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
@@ -123,6 +130,22 @@ class Run:
                 assert got[name][row].tobytes() == truth[name][row].tobytes()
         return got
 
+    def leaf_target(self, leaf: str) -> Callable[[], object]:
+        """Function that reads a leaf of step 1 alone."""
+
+        def read() -> object:
+            chain = open_chain(epath.Path(self.root), "1", "default")
+            entry = chain[-1].tables["t"]
+            layout = layout_from(entry.layout.name, entry.layout.configuration)
+            target = Target(
+                rows=entry.rows, layout=layout, padded_rows=entry.padded_rows
+            )
+            dtype = chain[-1].dtypes["t", leaf]
+            wanted = WantedLeaf(chain, "t", leaf, target, dtype, dtype)
+            return wanted.merged(((0, ROWS), (0, DIM)))
+
+        return read
+
     def process(self, step: int) -> ProcessManifest:
         item = self.root / str(step) / "default"
         return load_process((item / "manifest.p00000.json").read_bytes(), "process")
@@ -210,6 +233,35 @@ def test_saves_in_flight_rest_on_one_another(tmp_path: Path) -> None:
     assert run.adds(2) == ALL_ADD == run.adds(3)
     for step in range(4):
         run.check(step)
+
+
+@pytest.mark.parametrize("name", ["integers", "centre"])
+def test_moments_on_other_rows_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run = Run(tmp_path)
+    of = ParentRows.of
+
+    def another(self: ParentRows, *args: Any) -> dict[Any, Any]:
+        found = of(self, *args)
+        for key, parts in found.items():
+            if key[1] == NU:
+                parts[name][20, 0] += 1
+        return found
+
+    with run.open() as manager:
+        run.train()
+        run.save(manager)
+        run.train()
+        monkeypatch.setattr(ParentRows, "of", another)
+        run.save(manager)
+        monkeypatch.undo()
+    run.check(0)
+    # Of the means too, which are read by themselves.
+    for leaf in (MU, NU):
+        target = run.leaf_target(leaf)
+        with pytest.raises(cnr.errors.IntegrityError, match="do not belong"):
+            target()
 
 
 @pytest.mark.parametrize("spec", [P("r", "c"), P(None, "c")])
