@@ -49,6 +49,8 @@ _ROOT_BITS = 16
 _NO_MEAN = 2.0**-60
 # Rows whose motion tells how far centres move, and places that they move at most.
 _SHIFT_ROWS, _SHIFTS = 512, 512
+# A prime by which places of rows are multiplied.
+_SPREAD = 2_654_435_761
 
 Parts = Mapping[str, np.ndarray]
 
@@ -342,8 +344,9 @@ def _mantissas(per_octave: int, bits: int) -> np.ndarray:
 
 def _commonest(moved: jax.Array, counts: jax.Array) -> jax.Array:
     """The whole number of places by which most elements have moved, int32; of a sample of rows."""
-    every = max(1, len(moved) // _SHIFT_ROWS)
-    moved, counts = moved[::every], counts[::every]
+    # Not evenly spread, as rows that were looked up may be.
+    some = np.arange(min(len(moved), _SHIFT_ROWS)) * _SPREAD % max(len(moved), 1)
+    moved, counts = moved[some], counts[some]
     whole = jnp.clip(jnp.round(moved), -_SHIFTS, _SHIFTS).astype(jnp.int32) + _SHIFTS
     votes = jnp.bincount(
         jnp.where(counts, whole, 2 * _SHIFTS + 1).ravel(), length=2 * _SHIFTS + 1
