@@ -17,6 +17,8 @@ _USUAL_EXPONENT = 0.7
 _MOST = 1e18
 # What differs by less, as a share of the largest, does not tell a slope.
 _TELLING = 0.1
+# As is the part of a time beside saves, if it differs by less.
+_CONTRAST = 0.25
 # Share of its time that a train step loses beside a save at most, as far as is believed.
 _MOST_LOST = 0.9
 
@@ -101,13 +103,11 @@ def measured_profile(
         The profile; None: too few saves tell of train steps between them. Figures on which too
         little rests have few `samples`.
     """
-    trained = [each for save in saves for each in save.trained if each.steps > 0]
+    trained = [each for save in saves for each in save.trained if each.secs > 0]
     told = sum(bool(save.trained) for save in saves)
-    if told < ENOUGH - 1:
+    if told < ENOUGH - 1 or not trained:
         return None
     pace, lost = pace_of_trained(trained)
-    if not np.median(pace):
-        return None
     blocked = [save for save in saves if save.blocking_secs is not None]
     written = [save for save in saves if save.durable_secs is not None]
     alone = [save for save in written if round(save.in_flight) <= 1]
@@ -140,11 +140,13 @@ def measured_profile(
 def pace_of_trained(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
     """Seconds of train steps beside no save, and the share of its time that one loses beside one.
 
-    As many steps take longer the longer saves were in flight meanwhile.
+    Fewer steps are done in a second the larger the part of it in which saves were in flight.
     """
     steps, secs, beside = np.array(trained, float).T
-    lost = _slope(beside / steps, secs / steps)
-    lost = min(max(lost or 0.0, 0.0), _MOST_LOST)
+    part, pace = beside / secs, steps / secs
+    slope = _slope(part, pace, least=_CONTRAST) or 0.0
+    lost = -slope / float(np.median(pace - slope * part))
+    lost = min(max(0.0, lost), _MOST_LOST)
     return (secs - lost * beside) / steps, lost
 
 
@@ -215,14 +217,16 @@ def _seconds(sizes: Iterable[float], secs: Iterable[float | None]) -> Seconds:
     )
 
 
-def _slope(x: np.ndarray, y: np.ndarray) -> float | None:
+def _slope(x: np.ndarray, y: np.ndarray, least: float = 0.0) -> float | None:
     """Median slope of all pairs that are far enough apart to tell one; None if none are.
+
+    Those that differ by less than `least` do not tell it either.
 
     A few measurements that are far off do not move it.
     """
     i, j = np.triu_indices(len(x), 1)
     apart = x[j] - x[i]
-    telling = np.abs(apart) > _TELLING * np.abs(x).max(initial=0.0)
+    telling = np.abs(apart) > max(_TELLING * np.abs(x).max(initial=0.0), least)
     if not telling.any():
         return None
     return float(np.median((y[j] - y[i])[telling] / apart[telling]))

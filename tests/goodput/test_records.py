@@ -278,8 +278,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_real_run_tells_what_it_took(root: Path) -> None:
     lines = cnr.read_metrics(root)
     found = course_of(cnr.describe(root))
-    profile = recorded_profile(root)
-    assert profile is not None
+    profile = profile_of(found)
+    measured = recorded_profile(root)  # in the loop, where it tells as much
+    assert profile is not None and measured is not None
+    assert measured.write.samples == 8 and measured.full_bytes == profile.full_bytes
+    assert measured.restore == profile.restore
     saves = [line for line in lines if line["event"] == "save"]
     assert profile.write.samples == profile.blocking.samples == len(saves) == 8
     assert len(found.reads) == 1
@@ -287,7 +290,7 @@ def test_a_real_run_tells_what_it_took(root: Path) -> None:
     wrote = [sum(save.parts.values()) for save in found.saves]
     assert profile.full_bytes == max(wrote)
     assert profile.delta_bytes(10) == pytest.approx(wrote[1], rel=0.3)
-    secs = [line["blocking_secs"] for line in saves]
+    secs = [line["blocking_secs"] - line["wait_secs"] for line in saves]
     # A line through few points lies near them.
     assert min(secs) / 2 <= profile.blocking.of(wrote[-1]) <= 2 * max(secs)
     cost = cost_of(found)
