@@ -38,7 +38,8 @@ def root(bucket: epath.Path) -> epath.Path:
 
 
 def folders(root: Any) -> list[str]:
-    return [n for n in names_in(root) if n not in (names.WRITER, names.CATALOGUE)]
+    files = (names.WRITER, names.CATALOGUE, names.MEASUREMENTS)
+    return [name for name in names_in(root) if name not in files]
 
 
 def shown(root: Any) -> list[str]:

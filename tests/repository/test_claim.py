@@ -15,6 +15,7 @@ import pytest
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository import markers
+from cnr_jax.repository.store.buckets import BucketStore
 from cnr_jax.repository.upkeep.aside import recover
 from cnr_jax.repository.upkeep.claim import Aside, Claim, WritingLock, read_writer
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -235,8 +236,10 @@ def test_the_writer_of_a_root_that_is_not_there_makes_it(tmp_path: Path) -> None
 
 
 def test_what_another_save_could_not_show_meanwhile_is_tidied_up_by_the_next_claim(
-    tmp_path: Path, seldom_listed: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    module = "cnr_jax.repository.upkeep.writer"
+    monkeypatch.setattr(f"{module}.can", lambda _: BucketStore.can)
     writer, tidied, threads = RootWriter(lambda: True), list[str | None](), []
     writer.bind(tmp_path)
     writer.open(tmp_path, "state")
