@@ -415,3 +415,38 @@ def test_an_odd_pair_is_refused(tmp_path: Path) -> None:
         spec = cnr.TableSpec(moments=moments)  # type: ignore[arg-type]
         with pytest.raises(cnr.errors.TableError, match=text):
             cnr.find_tables(state, {"t": spec})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_exact"),
+    [
+        (optax.adamax(1e-3), True),
+        (optax.adamaxw(1e-3), True),
+        (optax.adam(1e-3), False),
+        (optax.adamw(1e-3), False),
+    ],
+)
+def test_means_beside_no_squares_stay_as_they_are(
+    tmp_path: Path, optimizer: Any, is_exact: bool
+) -> None:
+    """What `adamax` keeps looks like the moments of Adam, but its squares are none."""
+    rng = np.random.default_rng(0)
+    params = {"t": jnp.asarray(rng.normal(size=(ROWS, DIM)), jnp.float32)}
+    state = {"params": params, "opt": optimizer.init(params)}
+    tables = cnr.find_tables(state, ["t"])
+    options = cnr.Options(
+        codec="lattice", slot_codec="moments", tracking="fingerprint", bits=4
+    )
+    scales = np.exp(rng.normal(size=(ROWS, 1))) * 1e-4
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        for _ in range(30):
+            grads = {
+                "t": jnp.asarray(rng.normal(size=(ROWS, DIM)) * scales, jnp.float32)
+            }
+            _, opt = optimizer.update(grads, state["opt"], params)
+            state = {"params": params, "opt": opt}
+        manager.save(1, args=cnr.args.Save(state))
+        got = manager.restore(1, args=cnr.args.Restore(state)).state
+    want, found = (np.asarray(each["opt"][0].mu["t"]) for each in (state, got))
+    assert np.array_equal(want, found) is is_exact
+    np.testing.assert_allclose(found, want, atol=float(np.abs(want).max()))

@@ -47,6 +47,8 @@ _ROOT_BITS = 16
 # Where nu reads as zero, mu does up to here: over the least root that is divided by, Adam's
 # epsilon of 1e-8, it moves an element by a ten thousand millionth of the rate.
 _NO_MEAN = 2.0**-60
+# Roots below are of gradients that are well below one.
+_SMALL_ROOT = 0.1
 # Rows whose motion tells how far centres move, and places that they move at most.
 _SHIFT_ROWS, _SHIFTS = 512, 512
 # A prime by which places of rows are multiplied.
@@ -189,7 +191,8 @@ class Unit:
 
     **Error bound.** `|x - read(x)| <= 0.51 / steps * root`, before the rounding to the dtype; where
     squares read as zero, 2**-60. Escaped are rows that have an element that is not finite, beyond
-    127 steps, or further than 2**-60 from zero where squares read as zero.
+    127 steps, or further than 2**-60 from zero where squares read as zero. And all rows where the
+    others are no squares, but the largest gradients, as optax's `adamax` keeps in the same place.
 
     Attributes:
         steps: to a root: a power of two up to 64.
@@ -257,7 +260,7 @@ class Unit:
         held = jnp.where(
             known, jnp.abs(counts) <= np.iinfo(np.int8).max, jnp.abs(x) <= _NO_MEAN
         )
-        escaped = ~(finite & held).all(axis=1)
+        escaped = ~(finite & held).all(axis=1) | _are_beside_largest(x, root)
         kept = known & ~escaped[:, None]
         integers = jnp.where(kept, counts, 0).astype(jnp.int8)
         parts = {"integers": integers, "octaves": octaves}
@@ -290,6 +293,18 @@ class Unit:
         """The parts of rows, given what is stored of them and of the squares, and what is below."""
         sums = {n: layer[n] + below[n] for n in self.summed if n in layer}
         return {**layer, **sums}
+
+
+def _are_beside_largest(x: jax.Array, root: jax.Array) -> jax.Array:
+    """Whether what has these roots are no squares of gradients, but the largest of them.
+
+    No mean is above those. Beside squares most are far above, while gradients are below one.
+    """
+    largest = jnp.square(root)
+    size = jnp.where((root > 0) & (root < _SMALL_ROOT), jnp.abs(x), 0)
+    near = (size > largest / 64) & (size <= largest * 1.5)
+    above = size > largest * 1.5
+    return (near.sum() >= jnp.maximum((size > 0).sum() / 2, 64)) & ~above.any()
 
 
 def _places_parts(dim: int, integers: str) -> dict[str, Part]:
