@@ -401,7 +401,7 @@ def test_numbers_are_positive(root: Path, given: Any, says: str) -> None:
 def test_what_is_no_root_is_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(cnr.errors.NoStepError):
         cnr.prune(tmp_path / "nowhere", keep=1)
-    for no_root in (root / "3", tmp_path, "gs://bucket/run"):
+    for no_root in (root / "3", tmp_path, "az://bucket/run"):
         with pytest.raises(cnr.errors.OptionError):
             cnr.prune(no_root, keep=1)
 

@@ -166,7 +166,9 @@ class ConditionalCommitter:
         if is_committed(attempt.path, held):
             raise _taken(attempt)
         found = store_of(note).read_version(note) if held else None
-        data, version = found or (None, None)
+        data, version = found or (b"", None)
+        if says_committed(data):
+            raise _taken(attempt)  # since it was looked at
         if data == attempt.nonce.encode():
             # It is taken up again, and goes on with what it has put there.
             self._versions[attempt.nonce] = version
@@ -176,7 +178,7 @@ class ConditionalCommitter:
         except FileExistsError as error:
             raise _lost(attempt) from error
         self._versions[attempt.nonce] = version
-        _clear(attempt, held)
+        _clear(attempt, held, attempt.nonce.encode())
 
     def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
         note, version = attempt.path / names.ATTEMPT, self._versions[attempt.nonce]
@@ -197,11 +199,10 @@ class ConditionalCommitter:
         note = attempt.path / names.ATTEMPT
         found = store_of(note).read_version(note)
         if found is not None and found[0] == attempt.nonce.encode():
-            # Who takes the folder over from here on cannot commit what this removes meanwhile.
-            with contextlib.suppress(FileExistsError):
+            # Whoever takes the folder over writes there: nothing of that is to be removed.
+            with contextlib.suppress(FileExistsError, errors.CnrError):
                 store_of(note).swap(note, names.REMOVED, found[1])
-                _clear(attempt, names_in(attempt.path))
-                store_of(note).remove_file(note)
+                _clear(attempt, [*names_in(attempt.path), names.ATTEMPT], names.REMOVED)
 
 
 def committer_for(
@@ -230,12 +231,21 @@ def _noted(attempt: Attempt) -> bytes:
     return b"" if found is None else found[0]
 
 
-def _clear(attempt: Attempt, held: Collection[str]) -> None:
-    """Removes what lies in the folder, but for what names the attempt that holds it."""
-    for name in held:
-        if name != names.ATTEMPT:
-            for error in store_of(attempt.path).remove_tree(attempt.path / name):
-                raise error
+def _clear(attempt: Attempt, held: Collection[str], noted: bytes) -> None:
+    """Removes what lies in the folder as long as it is noted so who has it.
+
+    The file that notes it stays, unless it is named too: it goes last.
+
+    Raises:
+        CnrError: if somebody else has taken it over.
+    """
+    for name in sorted(held, key=lambda name: name == names.ATTEMPT):
+        if name == names.ATTEMPT and noted != names.REMOVED:
+            continue
+        if _noted(attempt) != noted:
+            raise _lost(attempt)
+        for error in store_of(attempt.path).remove_tree(attempt.path / name):
+            raise error
 
 
 def _lost(attempt: Attempt) -> errors.CnrError:

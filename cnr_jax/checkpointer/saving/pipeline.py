@@ -48,6 +48,7 @@ from cnr_jax.checkpointer.save_errors import (
 )
 from cnr_jax.checkpointer.saving.beginning import Beginning
 from cnr_jax.format.names import step_number
+from cnr_jax.repository.causes import StoreError, causes
 from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.texts import logger
@@ -541,6 +542,8 @@ class SavePipeline(Generic[S]):
         """On process 0, when no process writes any more; one that is silent may still do."""
         if jax.process_index() != 0 or getattr(error, "kind", None) in UNHEARD:
             return
+        if any(isinstance(each, StoreError) for each in causes(error)):
+            return  # the service does not answer; the next save clears the folder
         try:
             self.committer.abandon(save.attempt)
         except Exception as failure:

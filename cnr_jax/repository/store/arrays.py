@@ -553,6 +553,8 @@ class ArrayReader:
                 packed = in_memory.unchecked(data)
                 return unpack_rows(packed, count, self._dtype).reshape(-1)
             return in_memory.elements(self._spec, data)
+        except errors.CnrError:
+            raise  # a package is missing, which is no damage
         except ValueError as error:
             text = str(error).splitlines()[0][:300]
             file = self._path / "c" / str(chunk)

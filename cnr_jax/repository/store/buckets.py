@@ -236,10 +236,15 @@ class BucketStore(Objects):
             attempt = f"{_split(path)[1]}/{names.ATTEMPT}"
             if attempt in markers:
                 # First, and removed last: what is left by a kill is known for what it is.
-                self.write(path / names.ATTEMPT, names.REMOVED, replaces=True)
-                markers.remove(attempt)
-                rest.append(attempt)
-            for keys in (markers, rest[:-1], rest[-1:]):
+                note = path / names.ATTEMPT
+                _, version = self.read_version(note) or (b"", None)
+                version = self.swap(note, names.REMOVED, version)
+                self._delete(path, [key for key in markers + rest if key != attempt])
+                # Somebody may have begun to write there again meanwhile.
+                if self.read_version(note) == (names.REMOVED, version):
+                    self._delete(path, [attempt])
+                return []
+            for keys in (markers, rest):
                 self._delete(path, keys)
         except FileNotFoundError:
             pass

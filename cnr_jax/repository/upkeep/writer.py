@@ -479,6 +479,8 @@ class RootWriter:
         if not self.writes:
             return
         self._unfinished.add(folder)
+        if self.remover is None:
+            return  # each look is a request, and whoever hears of the failure waits
         held = self._lock.is_held
         try:
             # Whoever takes over uses the same names, but writes with the lock only.
