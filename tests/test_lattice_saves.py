@@ -295,3 +295,22 @@ def test_dithered_rows_that_stay_are_not_stored_anew(tmp_path: Path) -> None:
     ]
     assert packed is not None and packed.codec == PACKED_ROWS
     assert sum(packed.bytes) < 64  # zeros
+
+
+def test_steps_that_need_a_package_are_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an older step would be restored, and those after it be set aside."""
+    run = Run(tmp_path)
+    with run.open() as manager:
+        for _ in range(2):
+            run.train()
+            run.save(manager)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with cnr.CheckpointManager(tmp_path, tables=run.tables) as manager:
+        for step in (None, 1):
+            with pytest.raises(cnr.errors.OptionError, match="not installed") as caught:
+                manager.restore(step, args=cnr.args.Restore(run.state()))
+            assert caught.value.kind == "not_installed"
+    monkeypatch.undo()
+    assert cnr.verify(tmp_path) == ()

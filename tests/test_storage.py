@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import logging
@@ -25,7 +24,6 @@ import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.dense_part import open_dense
 from cnr_jax.format import names
 from cnr_jax.repository.step_reader import open_chain
-from cnr_jax.repository.store.local import LocalStore
 from cnr_jax.testing import inprocess
 
 from .conftest import Keep
@@ -89,7 +87,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, tiny_run: Any) -> Iterator[list[Any]]
 HOW_COMMITTED: dict[str, dict[str, Any]] = {
     "renamed": {},
     "synchronous": {"enable_async_checkpointing": False},
-    "by a file": {},
 }
 
 
@@ -99,13 +96,8 @@ def test_a_step_and_the_root_are_durable_before_another_step_goes(
     calls: list[Any],
     tmp_path: Path,
     how: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, root = tiny_run(), tmp_path / "made" / "by us"
-    if how == "by a file":
-        # Such as a bucket that is mounted: what a store can do it is asked, and nothing else.
-        able = dataclasses.replace(LocalStore.can, renames=False)
-        monkeypatch.setattr(LocalStore, "can", able)
 
     def items(step: int) -> Any:
         run.train(step)
@@ -117,9 +109,8 @@ def test_a_step_and_the_root_are_durable_before_another_step_goes(
 
     options = {"max_to_keep": 1, **HOW_COMMITTED[how]}
     with open_manager(root, run, cnr.Full(), **options) as manager:
-        if how != "by a file":
-            made = {("sync", str(tmp_path)), ("sync", str(root.parent))}
-            assert made <= {*calls}
+        made = {("sync", str(tmp_path)), ("sync", str(root.parent))}
+        assert made <= {*calls}
         manager.save(1, args=items(1))
         manager.wait_until_finished()
         calls.clear()
@@ -129,8 +120,6 @@ def test_a_step_and_the_root_are_durable_before_another_step_goes(
 
     step = root / "2"
     gone = ("rename", f"{root}/1")
-    if how == "by a file":
-        gone = ("unlink", f"{root}/1/{names.ORBAX_COMMITTED}")
     removal = next(i for i, call in enumerate(calls) if call[:2] == gone)
     # TensorStore syncs what it writes and the directories of that itself.
     written = {step / "state" / name for name in ("rows.p00000", "dense/p00000")}
@@ -144,14 +133,8 @@ def test_a_step_and_the_root_are_durable_before_another_step_goes(
     assert any(max(syncs[str(step)]) < i < removal for i in roots)
     deleted = [i for i, c in enumerate(calls) if c[0] == "unlink" and "/1" in c[1]]
     assert len(deleted) > 10
-    if how == "by a file":
-        # What commits a step comes last, and goes first.
-        assert min(deleted) == removal
-        commit = min(syncs.pop(str(step / names.ORBAX_COMMITTED)))
-        assert all(min(when) < commit for when in syncs.values())
-    else:
-        assert any(removal < i < min(deleted) for i in roots)
-        check_synced_before_rename(step, syncs, calls)
+    assert any(removal < i < min(deleted) for i in roots)
+    check_synced_before_rename(step, syncs, calls)
 
 
 def check_synced_before_rename(step: Path, syncs: Any, calls: list[Any]) -> None:
@@ -335,7 +318,7 @@ def test_other_ways_to_delete_are_honoured(
 def test_a_way_to_delete_that_cannot_work_is_refused(
     tiny_run: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(cnr.errors.OptionError, match="gs:// only"):
+    with pytest.raises(cnr.errors.OptionError, match="todelete_full_path is not taken"):
         open_manager(tmp_path, tiny_run(), todelete_full_path="trash/")
 
 

@@ -115,8 +115,6 @@ class Advice:
             "options = cnr.Options(\n"
             f"    policy={_written(self.best.policy)},\n"
             f"{several * (self.best.in_flight > 1)}"
-            '    bits="auto",\n'
-            f"    expected_restores={math.ceil(self.expected_restores)},\n"
             f"    min_fulls={self.min_fulls},\n"
             ")\n"
             "orbax_options = ocp.CheckpointManagerOptions("

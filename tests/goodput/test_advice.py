@@ -176,7 +176,7 @@ def test_the_lines_to_paste_are_options_that_there_are() -> None:
     options = scope["options"]
     assert options.policy == found.best.policy
     assert options.min_fulls == 2
-    assert options.expected_restores == math.ceil(found.expected_restores)
+    assert "bits" not in found.program, "the run goes on with its own"
     assert scope["orbax_options"].save_interval_steps == found.best.every
     assert str(found).endswith(found.program)
     assert found.best.in_flight == 1
