@@ -44,6 +44,7 @@ from cnr_jax.rows.codecs import (
     reads_bits,
 )
 from cnr_jax.rows.codecs.base import WIDEST
+from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.rows.codecs.slots import moments_codec, slot_codec
 
 # Where nothing is given, and no run goes on.
@@ -107,6 +108,13 @@ class Encoding:
                 raise errors.OptionError(
                     f"{_where(name)}: bits is {bits!r}, expected 2, 3, 4, 8 or 'auto'"
                     f"\n{_EXACT}"
+                )
+            slots = self._value(name, "slot_codec")
+            if slots == "lattice" or isinstance(slots, Lattice):
+                raise errors.OptionError(
+                    f"{_where(name)}: slot_codec={slots!r} is for tables: on one step a table"
+                    " small squares of gradients read as zero\n"
+                    "  hint: slot_codec='moments' stores slots by differences"
                 )
         self.check_bits_of(self)
         if _given(self.expected_restores) and not self._is_auto_anywhere():

@@ -314,3 +314,9 @@ def test_steps_that_need_a_package_are_not_taken_for_damaged(
             assert caught.value.kind == "not_installed"
     monkeypatch.undo()
     assert cnr.verify(tmp_path) == ()
+
+
+@pytest.mark.parametrize("codec", ["lattice", Lattice()])
+def test_slots_are_not_put_on_a_lattice(codec: Any) -> None:
+    with pytest.raises(cnr.errors.OptionError, match="is for tables"):
+        cnr.Options(slot_codec=codec)
