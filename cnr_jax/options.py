@@ -422,9 +422,14 @@ class Options:
                 raise errors.OptionError(
                     f"{name} is {value!r}, expected a number above 0"
                 )
+            if name == "slowdown" and float(value) >= 1:
+                raise errors.OptionError(
+                    f"slowdown is {value!r}, expected a share below 1\n"
+                    "  hint: 0.03 is 3 %"
+                )
             if self.interval is None:
                 raise errors.OptionError(
-                    f"{name} is {value!r}, but orbax_options say when a save is due\n"
+                    f"{name} is {value!r}, but no interval that goes by it is asked for\n"
                     '  hint: interval="auto"'
                 )
 

@@ -240,6 +240,11 @@ def _check(failures: Failures, job_hours: float, budget: float) -> None:
     for what, value in (("job_hours", job_hours), ("budget", budget)):
         if not 0 < value < math.inf:
             raise OptionError(f"{what} is {value!r}, expected a number above 0")
+    if budget >= 1:
+        raise OptionError(
+            f"the slowdown that is allowed is {budget!r}, expected a share below 1\n"
+            "  hint: 0.03 is 3 %"
+        )
     if not failures.count:
         raise OptionError(
             f"trace {failures.name!r} has no failure: no interval is best"

@@ -256,3 +256,10 @@ def test_the_command_says_the_same(tmp_path: Path) -> None:
     )
     document = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
     assert document["advice"] is None
+
+
+def test_percents_are_no_shares() -> None:
+    with pytest.raises(OptionError, match=r"below 1(?s:.*)0\.03 is 3 %"):
+        advised(budget=3)
+    with pytest.raises(OptionError, match=r"below 1(?s:.*)0\.03 is 3 %"):
+        cnr.Options(interval="auto", slowdown=3)

@@ -242,8 +242,10 @@ def _below(
     try:
         found = parents.of(place.root, place.item, parent, keys)
     except (errors.CnrError, OSError) as error:
-        # So it is of a parent that is being written still.
-        _log.info(
+        # Missing are files of a parent that is being written still.
+        is_early = getattr(error, "kind", None) in ("file_missing", "not_committed")
+        _log.log(
+            logging.INFO if is_early else logging.WARNING,
             "step %d is stored without differences: %s cannot be read: %s",
             flight.step,
             parent.directory,
