@@ -52,6 +52,7 @@ def test_of_a_commit_and_a_takeover_only_one_takes_place(
     test_buckets.test_of_a_commit_and_a_takeover_only_one_takes_place(root, commits)
 
 
+@pytest.mark.slow  # as in a bucket of S3, where it is always run
 def test_programs_that_race_mix_nothing(root: epath.Path) -> None:
     test_buckets.raced(root, 2, 2)
 
