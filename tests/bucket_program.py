@@ -41,7 +41,7 @@ def check(state: dict[str, np.ndarray], step: int) -> list[int]:
 def first_state() -> dict[str, jnp.ndarray]:
     return {
         "user": jnp.zeros((ROWS, 4)),
-        "salts": jnp.full(512, -1),
+        "salts": jnp.full(4096, -1),
         "step": jnp.array(-1),
     }
 
