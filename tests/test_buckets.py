@@ -529,6 +529,39 @@ def test_an_attempt_that_is_given_up_leaves_nothing(root: epath.Path) -> None:
     assert names_in(root) == []
 
 
+@pytest.mark.parametrize("call", ["swap", "remove_tree"])
+def test_an_attempt_that_is_given_up_removes_nothing_of_who_took_over(
+    root: epath.Path, call: str
+) -> None:
+    """Who takes over is first, when the other has looked already and is about to act."""
+    committer, store = ConditionalCommitter(lambda: None), store_of(root)
+    first, second = attempt(root, "a"), attempt(root, "b")
+    rows, real = root / "5/default/rows", getattr(type(store), call)
+    committer.prepare(first, [])
+    store.write(rows, b"of the first", replaces=False)
+    store.write(root / "5/zz", b"of the first", replaces=False)
+
+    def takes_over(*args: Any) -> Any:
+        patch.undo()
+        found = real(*args)  # of a removal the first part, as nothing recalls it
+        committer.prepare(second, [])
+        store.write(rows, b"of the second", replaces=False)
+        return found
+
+    def before(*args: Any) -> Any:
+        patch.undo()
+        committer.prepare(second, [])
+        store.write(rows, b"of the second", replaces=False)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store), call, before if call == "swap" else takes_over)
+        committer.abandon(first)
+    assert store.read(rows) == b"of the second"
+    committer.publish(second, [])
+    assert committer.is_published(second)
+
+
 def test_of_many_that_begin_at_once_one_has_the_folder(root: epath.Path) -> None:
     committer = ConditionalCommitter(lambda: None)
 
