@@ -264,8 +264,8 @@ def test_the_last_save_before_the_end_is_due_whatever_the_interval(
         ({"interval": "auto", "slowdown": 0}, "slowdown is 0, expected a number above"),
         ({"interval": "auto", "max_lost_secs": "1"}, "max_lost_secs is '1', expected"),
         ({"interval": "auto", "max_lost_secs": float("nan")}, "max_lost_secs is nan"),
-        ({"slowdown": 0.1}, "slowdown is 0.1, but orbax_options say when"),
-        ({"max_lost_secs": 60}, "max_lost_secs is 60, but orbax_options say when"),
+        ({"slowdown": 0.1}, "slowdown is 0.1, but no interval that goes by it"),
+        ({"max_lost_secs": 60}, "max_lost_secs is 60, but no interval that goes by it"),
     ],
 )
 def test_options_that_cannot_work_are_refused(given: dict[str, Any], said: str) -> None:

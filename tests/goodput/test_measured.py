@@ -290,6 +290,17 @@ def test_a_loop_that_runs_ahead_of_its_device_is_measured_as_well(
     assert 0.3 * secs < trained * 20 / steps + blocked < 1.2 * secs
 
 
+def test_saves_that_wait_for_room_tell_of_their_train_steps(tmp_path: Path) -> None:
+    loop = Loop(waits=False)
+    slow = loop.manager(tmp_path / "run", on_save=lambda report: time.sleep(0.2))
+    with slow as manager:
+        loop.run(manager, 51)
+        manager.wait_until_finished()
+        _first, *rest = manager._saves.meter.found.saves
+    assert len(rest) == 10 and all(save.trained for save in rest)
+    assert [sum(part.steps for part in save.trained) for save in rest] == [5] * 10
+
+
 def test_saves_in_flight_that_fail_are_not_measured(
     tiny_run: Any, opened: Any, storage: Any
 ) -> None:

@@ -6,6 +6,7 @@ it is reported, in the thread that reports, and noted in the root now and then.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ _NOTED_SECS = 60.0
 # Of a train step: what a save may wait for the one before it in a loop in which a call of `save`
 # tells when a step is done. Other loops run ahead of the device.
 _IN_STEP = 0.1
+# Of the time between two saves: how far off it may be known.
+_TOLD = 0.1
 # What waits less finds the step done.
 _WAIT_SECS = 1e-4
 _FEW = 4
@@ -71,13 +74,19 @@ class Meter:
         if self._is_alone:
             self._is_alone, self._alone = False, (step, time.perf_counter())
 
-    def asked(self, state: Any) -> None:
-        """A save is due, of a state that a train step has made, or is about to make."""
-        self._asked_at = time.perf_counter()
+    def asked(self, state: Any, *, waits: bool) -> None:
+        """A save is due, of a state that a train step has made, or is about to make.
+
+        If it `waits` for room, it waits here until the step is done, which it would do then too: a
+        step that is done in that wait is done at no time that is known.
+        """
         leaves = jax.tree.leaves(state)
         # Of thousands a few tell: a train step makes them together.
-        some = (*leaves[:_FEW], *leaves[-_FEW:])
-        self._was_ready = not any(map(_is_pending, some))
+        pending = [*filter(_is_pending, (*leaves[:_FEW], *leaves[-_FEW:]))]
+        if waits and pending:
+            with contextlib.suppress(Exception):  # the save tells of what has failed
+                jax.block_until_ready(pending)
+        self._asked_at, self._was_ready = time.perf_counter(), waits or not pending
 
     def begins(self, save: SaveInFlight) -> None:
         """A save is decided, and nothing is written yet."""
@@ -99,8 +108,9 @@ class Meter:
         steps, asked = save.step - first, self._asked_at
         end = asked if self._was_ready else save.started_secs + save.wait_secs
         in_step = end - asked < _IN_STEP * (end - since) / steps
-        if not in_step and save.wait_secs < _WAIT_SECS:
-            return ()  # it is not known when the step was done, while this waited for room
+        told = end - asked < _TOLD * (end - since) or save.wait_secs >= _WAIT_SECS
+        if not (in_step or told):
+            return ()  # it is not known when the step was done, while this waited
         if in_step and self._alone and first < self._alone[0] < save.step:
             turn, at = self._alone
             return (
