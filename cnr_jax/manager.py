@@ -369,10 +369,8 @@ class CheckpointManager(ocp.CheckpointManager):
         last = self.reached_preemption(step)
         if not (force or last) and self._progress.is_left_out(step):
             return False
-        self._saves.meter.asked(
-            (state.state, state.touched) if state else None,
-            waits=self._saves.pipeline.is_full,
-        )
+        made_by_step = (state.state, state.touched) if state else None
+        self._saves.meter.asked(made_by_step, waits=self._saves.pipeline.is_full)
         begin = functools.partial(
             self._saves.begin,
             step,

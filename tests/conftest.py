@@ -14,11 +14,12 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
 
 # Most of the time of a run is compiling, for tables of a few rows: XLA makes the same programs in
-# four fifths of the time where it optimises little. `CNR_OPTIMIZED=1` leaves all to XLA, as users
-# do.
-_LEVEL = "--xla_backend_optimization_level"
-if not os.environ.get("CNR_OPTIMIZED") and _LEVEL not in os.environ["XLA_FLAGS"]:
-    os.environ["XLA_FLAGS"] += f" {_LEVEL}=0"
+# half of the time where it optimises little. `CNR_OPTIMIZED=1` leaves all to XLA, as users do.
+_LITTLE = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
+if not os.environ.get("CNR_OPTIMIZED"):
+    given = os.environ["XLA_FLAGS"]
+    little = (flag for flag in _LITTLE if flag.partition("=")[0] not in given)
+    os.environ["XLA_FLAGS"] = " ".join((given, *little))
 
 # Thousands of tiny saves spend most of their time on syncing, and no power fails in a test. Where
 # memory is short or runs no programs, and where TMPDIR says otherwise, files go to disk as ever.
