@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from cnr_jax.rows import tiling
 from cnr_jax.rows.codecs import Codec, Encoded, Raw
@@ -136,7 +138,14 @@ def gather_program(
     """Compiled function that gathers `rows` rows of a shard, given positions int32[rows]."""
 
     def gather(data: jax.Array, index: jax.Array) -> jax.Array:
-        return data.reshape(data.shape[0], -1).at[index].get(mode="clip")
+        rows = data.reshape(data.shape[0], -1)
+        if not (
+            jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16)
+        ):
+            return rows.at[index].get(mode="clip")
+        # Where XLA moves narrow floats as wider ones it would quiet their NaNs.
+        bits = lax.bitcast_convert_type(rows, f"uint{jnp.finfo(dtype).bits}")
+        return lax.bitcast_convert_type(bits.at[index].get(mode="clip"), dtype)
 
     return compiled(gather, device, (shape, dtype), ((rows,), np.int32))
 
