@@ -16,10 +16,17 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 # Most of the time of a run is compiling, for tables of a few rows: XLA makes the same programs in
 # half of the time where it optimises little. `CNR_OPTIMIZED=1` leaves all to XLA, as users do.
 _LITTLE = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
-if not os.environ.get("CNR_OPTIMIZED"):
-    given = os.environ["XLA_FLAGS"]
+
+
+def xla_flags(given: str = "") -> str:
+    """`XLA_FLAGS` of a program that a test starts, which compiles as quickly as the tests do."""
+    if os.environ.get("CNR_OPTIMIZED"):
+        return given
     little = (flag for flag in _LITTLE if flag.partition("=")[0] not in given)
-    os.environ["XLA_FLAGS"] = " ".join((given, *little))
+    return " ".join((given, *little)).strip()
+
+
+os.environ["XLA_FLAGS"] = xla_flags(os.environ["XLA_FLAGS"])
 
 # Thousands of tiny saves spend most of their time on syncing, and no power fails in a test. Where
 # memory is short or runs no programs, and where TMPDIR says otherwise, files go to disk as ever.

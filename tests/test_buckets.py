@@ -41,7 +41,7 @@ from cnr_jax.repository.store import (
 
 from . import bucket_program
 from .bucket_proxy import KEY, SECRET, Proxy
-from .conftest import case_of, each_of
+from .conftest import case_of, each_of, xla_flags
 
 PROGRAM = Path(bucket_program.__file__)
 DATA = PROGRAM.parent / "data"
@@ -629,7 +629,7 @@ def test_a_swap_without_a_version_is_refused(root: epath.Path) -> None:
 
 def environment() -> dict[str, str]:
     found = [str(PROGRAM.parents[1]), *filter(None, sys.path)]
-    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(found)}
 
 
@@ -770,10 +770,12 @@ def test_a_request_that_fails_once_loses_nothing(
     assert cnr.verify(root) == ()
 
 
-slow_too = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("LIST", "HEAD")]
+slow_too = [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("DELETE", "LIST", "HEAD")
+]
 
 
-@pytest.mark.parametrize("kind", ["GET", "DELETE", *slow_too])
+@pytest.mark.parametrize("kind", ["GET", *slow_too])
 def test_a_look_that_fails_once_is_made_again(
     tiny_run: Any, root: epath.Path, proxy: Proxy, kind: str
 ) -> None:
@@ -816,7 +818,7 @@ def test_what_commits_a_step_is_put_when_all_of_it_is_there(
     }
 
 
-@pytest.mark.parametrize("harm", [503, "reset"])
+@pytest.mark.parametrize("harm", [503, pytest.param("reset", marks=pytest.mark.slow)])
 def test_a_service_that_is_away_for_some_seconds_loses_no_save(
     tiny_run: Any, root: epath.Path, proxy: Proxy, harm: Any
 ) -> None:

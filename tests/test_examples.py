@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import xla_flags
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -34,7 +36,7 @@ def test_example_runs_to_its_end(name):
 
 def ended(name: str, timeout_secs: float, *words: str) -> str:
     """What an example prints, which ends well."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment = {**os.environ, "XLA_FLAGS": xla_flags()}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *words],
         env=environment,

@@ -48,6 +48,8 @@ from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Call, Fault
 
+from .conftest import xla_flags
+
 WORKER = Path(__file__).parent / "saving_worker.py"
 PROJECT = Path(__file__).parents[1]
 
@@ -646,7 +648,7 @@ def test_unknown_ways_of_being_busy_and_times_that_cannot_be_are_refused() -> No
 def worker(root: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A training run that says what it does, line by line."""
     env = dict(os.environ, PYTHONPATH=str(PROJECT), JAX_PLATFORMS="cpu")
-    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    env["XLA_FLAGS"] = xla_flags("--xla_force_host_platform_device_count=2")
     child = subprocess.Popen(
         [sys.executable, str(WORKER), str(root), *options],
         stdin=subprocess.PIPE,

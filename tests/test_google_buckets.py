@@ -37,7 +37,11 @@ def root(google: epath.Path) -> epath.Path:
     return google / "runs/lr=[0.1] #1"
 
 
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda test: test.__name__)
+@pytest.mark.parametrize(
+    "promise",
+    [*PROMISES[:6], *(pytest.param(p, marks=pytest.mark.slow) for p in PROMISES[6:])],
+    ids=lambda test: test.__name__,
+)
 def test_what_holds_for_s3_holds_here(
     promise: Callable[..., None], root: epath.Path, request: pytest.FixtureRequest
 ) -> None:

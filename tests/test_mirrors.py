@@ -33,7 +33,7 @@ from cnr_jax.testing.faults import Fault
 
 from . import mirror_program
 from .bucket_proxy import Proxy
-from .conftest import case_of
+from .conftest import case_of, xla_flags
 
 PROGRAM = Path(mirror_program.__file__)
 
@@ -679,7 +679,7 @@ def started(root: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
     found = [str(PROGRAM.parents[1]), *filter(None, sys.path)]
     own = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": xla_flags(),
         "PYTHONPATH": os.pathsep.join(found),
     }
     with subprocess.Popen(
@@ -726,7 +726,7 @@ def test_a_copy_that_is_killed_goes_on_where_it_was(
 def test_the_mirror_has_what_is_reported_when_the_root_is_lost(
     root: Path, far: epath.Path
 ) -> None:
-    for seed in range(3):
+    for seed in range(2):
         with started(root, mirror=str(far)) as program:
             if seed:
                 line_of(program, "restored")

@@ -22,7 +22,7 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.optim import as_optax, rowwise_adagrad
 
-from .conftest import each_of
+from .conftest import each_of, xla_flags
 
 OPTION, STATE, TOUCHED = (
     errors.OptionError,
@@ -556,7 +556,7 @@ def run_program(*args: str) -> list[str]:
         stderr=subprocess.PIPE,
         text=True,
         timeout=600,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()},
     )
     return [line for line in done.stderr.splitlines() if "step 1" in line]
 

@@ -18,6 +18,8 @@ import pytest
 import cnr_jax as cnr
 from cnr_jax.rows.codecs import Asymmetric
 
+from .conftest import xla_flags
+
 SAMPLE_ROWS = 16_384
 
 
@@ -265,9 +267,7 @@ def said(options: str, *, exact: int = 0) -> list[tuple[str, str]]:
         [sys.executable, "-c", code],
         env={
             **os.environ,
-            # What is said does not depend on how fast it is, and most of the time compiles.
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2"
-            " --xla_backend_optimization_level=0",
+            "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
         },
         capture_output=True,
         text=True,
@@ -292,7 +292,7 @@ def test_default_options_warn_once_in_a_process_and_name_the_way_out() -> None:
     ("options", "level"),
     [
         pytest.param("bits=4", "INFO", marks=pytest.mark.slow),
-        ("codec='asymmetric'", "INFO"),
+        pytest.param("codec='asymmetric'", "INFO", marks=pytest.mark.slow),
         pytest.param("codec='adaptive'", "INFO", marks=pytest.mark.slow),
         ("tables={'user': TableOptions(bits=8)}", "WARNING"),
         pytest.param(

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from .conftest import xla_flags
+
 _WORKER = Path(__file__).with_name("strict_worker.py")
 
 # What forbids something that programs may do by accident, or leave behind.
@@ -36,10 +38,7 @@ _AROUND_CALLS = {
 def _run(*runs: dict[str, Any]) -> None:
     """Does runs in a process of their own, whose arguments `strict_worker.tried` has."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    # What jax allows does not depend on how fast it is, and most of the time compiles.
-    environment["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-    )
+    environment["XLA_FLAGS"] = xla_flags("--xla_force_host_platform_device_count=2")
     done = subprocess.run(
         [sys.executable, os.fspath(_WORKER), json.dumps(runs)],
         env=environment,

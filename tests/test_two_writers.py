@@ -68,9 +68,13 @@ def main(root: str, salt: int) -> None:
 @pytest.fixture
 def programs(tmp_path: Path) -> Any:
     """Both, ready to start."""
+    from .conftest import (
+        xla_flags,
+    )  # of which the programs, this same file, know nothing
+
     found: list[subprocess.Popen[str]] = []
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "JAX_PLATFORMS": "cpu"}
-    env["XLA_FLAGS"] = ""
+    env["XLA_FLAGS"] = xla_flags()
     for salt in (1, 2):
         with (tmp_path / f"{salt}.log").open("w") as log:
             program = subprocess.Popen(

@@ -134,9 +134,10 @@ def server_of(process: int) -> Server:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(PROJECT), env.get("PYTHONPATH", "")])
     env["JAX_PLATFORMS"] = "cpu"
-    # What they compile runs for a moment only.
-    flags = ["force_host_platform_device_count=4", "backend_optimization_level=0"]
-    env["XLA_FLAGS"] = " ".join(f"--xla_{flag}" for flag in flags)
+    # But for that they compile as the tests do.
+    count = "--xla_force_host_platform_device_count"
+    others = (flag for flag in env["XLA_FLAGS"].split() if count not in flag)
+    env["XLA_FLAGS"] = " ".join((f"{count}=4", *others))
     env["JAX_COMPILATION_CACHE_DIR"] = compiled()
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
