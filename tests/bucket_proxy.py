@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 import urllib.parse
+import xml.sax.saxutils
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -249,6 +250,42 @@ class GoogleProxy(Proxy):
                 self._tags[number] = tag
             headers["x-goog-generation"] = str(number)
         return headers
+
+
+class FolderProxy(Proxy):
+    """Lists folders in which nothing is any more, as SeaweedFS does for some minutes."""
+
+    def __init__(self, target: str) -> None:
+        self._folders: set[str] = set()
+        super().__init__(target)
+
+    def _answer(
+        self,
+        asked: http.server.BaseHTTPRequestHandler,
+        status: int,
+        headers: dict[str, str],
+        data: bytes,
+        *,
+        cut: bool = False,
+    ) -> None:
+        url = urllib.parse.urlsplit(asked.path)
+        query = dict(urllib.parse.parse_qsl(url.query))
+        if asked.command == "PUT":
+            *parts, _ = urllib.parse.unquote(url.path).split("/")[2:]
+            ends = range(1, len(parts) + 1)
+            self._folders |= {"/".join(parts[:end]) + "/" for end in ends}
+        elif query.get("delimiter") and status == 200:
+            start = query.get("prefix", "")
+            below = (
+                f.removeprefix(start) for f in self._folders if f.startswith(start)
+            )
+            for name in sorted({each.partition("/")[0] for each in below} - {""}):
+                folder = xml.sax.saxutils.escape(f"{start}{name}/")
+                told = f"<Prefix>{folder}</Prefix>".encode()
+                if told not in data:
+                    told = b"<CommonPrefixes>" + told + b"</CommonPrefixes>"
+                    data = data.replace(b"</ListB", told + b"</ListB")
+        super()._answer(asked, status, headers, data, cut=cut)
 
 
 def _kind(command: str, path: str) -> str:

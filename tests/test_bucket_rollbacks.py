@@ -28,7 +28,7 @@ from cnr_jax.testing.machine import run_state_machine_as_test
 from cnr_jax.testing.playing import Player
 
 from .conftest import case_of
-from .test_buckets import as_before, uncommit
+from .test_buckets import as_before, held, uncommit
 from .testing.test_machine import RETENTIONS, SHAPES, settings
 
 
@@ -39,7 +39,7 @@ def root(bucket: epath.Path) -> epath.Path:
 
 def folders(root: Any) -> list[str]:
     files = (names.WRITER, names.CATALOGUE, names.MEASUREMENTS)
-    return [name for name in names_in(root) if name not in files]
+    return [name for name in held(root) if name not in files]
 
 
 def shown(root: Any) -> list[str]:
@@ -52,8 +52,8 @@ def copied(root: Any, target: Path) -> Path:
     store = store_of(root)
 
     def copy(path: Any, to: Path) -> None:
-        for name in names_in(path):
-            if names_in(path / name):
+        for name in held(path):
+            if held(path / name):
                 copy(path / name, to / name)
             else:
                 to.mkdir(parents=True, exist_ok=True)

@@ -34,13 +34,14 @@ from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.store import (
     bucket_clients,
     buckets,
+    exists,
     names_in,
     s3_clients,
     store_of,
 )
 
 from . import bucket_program
-from .bucket_proxy import KEY, SECRET, Proxy
+from .bucket_proxy import KEY, SECRET, FolderProxy, Proxy
 from .conftest import case_of, each_of, xla_flags
 
 PROGRAM = Path(bucket_program.__file__)
@@ -52,6 +53,14 @@ TABLE, LEAF = "user", "['params']['user']['embedding']"
 @pytest.fixture
 def root(bucket: epath.Path) -> epath.Path:
     return bucket / "runs/lr=[0.1] #1"
+
+
+def held(folder: Any) -> list[str]:
+    """Names of what lies in a folder; not of folders in which nothing is any more.
+
+    SeaweedFS lists those for some minutes.
+    """
+    return [name for name in names_in(folder) if exists(folder / name)]
 
 
 def consequences(root: Any) -> list[str]:
@@ -81,7 +90,7 @@ def test_a_run_lives_in_a_bucket(tiny_run: Any, root: epath.Path) -> None:
         assert manager.all_steps() == [6, 7]
         manager.delete(6)
         run.check(manager, None)
-    assert names_in(root) == ["7", names.CATALOGUE, names.WRITER], "all else is gone"
+    assert held(root) == ["7", names.CATALOGUE, names.WRITER], "all else is gone"
     assert not list(Path().glob("s3*")), "nothing is taken for a local path"
 
 
@@ -227,6 +236,39 @@ def test_items_and_metrics_lie_beside_the_state(
     assert consequences(root) == []
 
 
+def test_folders_in_which_nothing_is_any_more_are_none(
+    tiny_run: Any,
+    root: epath.Path,
+    s3: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, store = tiny_run(), store_of(root)
+    options: dict[str, Any] = {"orbax": {"max_to_keep": 3}, "policy": cnr.Full()}
+    with contextlib.closing(FolderProxy(s3)) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with run.open(str(root), **options) as manager:
+            run.run(manager, range(4))
+            run.restore(manager, 2)
+            run.run(manager, range(3, 8))
+        emptied = {"0", "1", "2", "3", "3.g2.branch", "4"}
+        assert emptied < {*names_in(root)}
+        store.remove_file(root / names.CATALOGUE)  # which tells what is there
+        caplog.clear()
+        with run.open(str(root), **options) as manager:
+            assert manager.all_steps() == [5, 6, 7]
+            run.restore(manager, None)
+            run.run(manager, [8])
+            assert manager.all_steps() == [6, 7, 8], "retention goes on"
+            run.check(manager, None)
+        assert caplog.messages == []
+        assert emptied | {"5"} == {*names_in(root)}.difference(held(root))
+        store.remove_file(root / names.CATALOGUE)
+        found = cnr.describe(root)
+        assert [each.step for each in found.steps] == [6, 7, 8]
+        assert found.unfinished == found.abandoned == cnr.verify(root) == ()
+
+
 @pytest.mark.slow  # the service takes its time to take them
 def test_more_than_a_thousand_names_are_listed(tiny_run: Any, root: epath.Path) -> None:
     run, store = tiny_run(), store_of(root)
@@ -240,7 +282,7 @@ def test_more_than_a_thousand_names_are_listed(tiny_run: Any, root: epath.Path) 
     assert len(names_in(root)) == 1104 and len(names_in(root / "0")) == 1100
     with run.open(str(root)) as manager:
         assert manager.all_steps() == [2000]
-    assert store.remove_tree(root / "0") == [] and names_in(root / "0") == []
+    assert store.remove_tree(root / "0") == [] and held(root / "0") == []
 
 
 def test_a_killed_save_is_no_step_and_its_number_is_free(
@@ -409,7 +451,7 @@ def test_steps_that_were_saved_before_there_was_a_marker_of_ours_are_read(
         assert manager.all_steps() == [2, 3]
         for step in (2, 3):
             run.check(manager, step)
-    assert names_in(root) == ["2", "3", names.CATALOGUE, names.WRITER]
+    assert held(root) == ["2", "3", names.CATALOGUE, names.WRITER]
 
 
 def test_a_removal_that_is_cut_short_leaves_a_whole_step_or_none(
@@ -438,7 +480,7 @@ def test_a_removal_that_is_cut_short_leaves_a_whole_step_or_none(
                 assert kinds in ([], ["unfinished"])
                 assert not (is_there and kinds)
     assert seen == {True, False} and next(count, None) is not None, "all of it was done"
-    assert names_in(where) == ["0", names.CATALOGUE, names.WRITER]
+    assert held(where) == ["0", names.CATALOGUE, names.WRITER]
 
 
 # ---- attempts -----------------------------------------------------------------------------------
@@ -465,7 +507,7 @@ def test_one_attempt_at_a_time_holds_a_folder(root: epath.Path) -> None:
     store.write(rows, b"of the first", replaces=False)
     taken.append("a")  # by the second, which cannot know whether the first has ended
     two.prepare(second, [])
-    assert names_in(root / "5") == [names.ATTEMPT]
+    assert held(root / "5") == [names.ATTEMPT]
     store.write(rows, b"of the second", replaces=False)
     with pytest.raises(FileExistsError):
         store.write(rows, b"of the first", replaces=False)
@@ -526,7 +568,7 @@ def test_an_attempt_that_is_given_up_leaves_nothing(root: epath.Path) -> None:
         if letter == "a":
             continue  # one that could not be given up
         committer.abandon(attempt(root, letter))
-    assert names_in(root) == []
+    assert held(root) == []
 
 
 @pytest.mark.parametrize("call", ["swap", "remove_tree"])
@@ -586,6 +628,10 @@ def test_of_many_that_begin_at_once_one_has_the_folder(root: epath.Path) -> None
 # ---- services that ignore conditions -------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    os.environ.get("CNR_S3_SERVER") == "seaweedfs",
+    reason="it checks signatures, which are of the headers that the proxy leaves out, too",
+)
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])
 def test_a_service_that_ignores_conditions_is_refused(
     tiny_run: Any, root: epath.Path, proxy: Proxy, header: str
@@ -946,6 +992,12 @@ def test_a_profile_that_is_not_there_is_refused(
         cnr.CheckpointManager(str(root))
 
 
+def ask(root: epath.Path) -> None:
+    """Puts a file by keys that the service may not know: the proxy sees them all the same."""
+    with contextlib.suppress(PermissionError):
+        store_of(root).write(root / "file", b"1", replaces=True)
+
+
 def test_a_profile_has_keys_and_region(
     root: epath.Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -958,7 +1010,7 @@ def test_a_profile_has_keys_and_region(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_PROFILE", "training")
-    store_of(root).write(root / "file", b"1", replaces=True)
+    ask(root)
     (signed,) = {found.split(",")[0] for found in proxy.signed}
     assert "OFTRAINING" in signed and "/eu-north-1/s3/" in signed
     monkeypatch.setitem(sys.modules, "boto3", None)
@@ -977,7 +1029,7 @@ def test_new_keys_of_a_profile_are_taken_up(
         (tmp_path / "keys").write_text(
             f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n"
         )
-        store_of(root).write(root / "file", b"1", replaces=True)
+        ask(root)
         assert f"Credential={key}/" in proxy.signed[-1]
 
 
@@ -991,7 +1043,7 @@ def test_what_the_environment_says_reaches_the_service(
     monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "a-key")
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     bucket_clients._new_client.cache_clear()
-    store_of(root).write(root / "file", b"1", replaces=True)
+    ask(root)
     said = proxy.headers
     assert said["x-amz-security-token"] == "a-token"
     assert said["x-amz-server-side-encryption"] == "aws:kms"

@@ -27,7 +27,7 @@ TABLE = {
     # optax in a function: it is no requirement.
     "optim": ("rows", "numpy jax optax"),
     # Without jax and TensorStore; see PLAIN.
-    "repository.plain": ("format policy", "numpy ml_dtypes etils fsspec"),
+    "repository.plain": ("format policy", "numpy ml_dtypes etils"),
     # obstore and boto3 in functions: they are no requirements.
     "repository": ("repository.plain rows", "numpy jax tensorstore obstore boto3"),
     "telemetry given encoding options": ("rows repository.plain", "numpy jax"),

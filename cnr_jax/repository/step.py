@@ -27,7 +27,14 @@ from cnr_jax.format.tiles import (
     load_process,
 )
 from cnr_jax.repository.markers import is_committed
-from cnr_jax.repository.store import AnyPath, can, is_directory, names_in, read_all
+from cnr_jax.repository.store import (
+    AnyPath,
+    can,
+    exists,
+    is_directory,
+    names_in,
+    read_all,
+)
 from cnr_jax.repository.store.checked import (
     about,
     check_dense_index,
@@ -123,10 +130,11 @@ def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "not
     if can(root).renames or is_committed(step):
         return "step"
     held = names_in(step)
-    if {*held} <= {names.ORBAX_COMMITTED}:
+    if names.ATTEMPT in held:
+        return "attempt"
+    if not any(exists(step / name) for name in held if name != names.ORBAX_COMMITTED):
         return "nothing"
-    is_attempt = names.ATTEMPT in held or names.branch_generation(directory) > 0
-    return "attempt" if is_attempt else "step"
+    return "attempt" if names.branch_generation(directory) else "step"
 
 
 def sorted_out(

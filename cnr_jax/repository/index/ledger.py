@@ -175,8 +175,9 @@ class Ledger(Chains):
             say("step %s is not in the root any more", directory)
             self.forget(directory)
         for directory in sorted(found - known):
-            say("step %s has appeared in the root", directory)
             self.read(root, directory, item)
+            if directory in self.all_directories():
+                say("step %s has appeared in the root", directory)
         doubtful = self.doubtful & known
         for directory in sorted(doubtful):
             self.read(root, directory, item)

@@ -45,7 +45,7 @@ class BucketStore(Objects):
 
     def exists(self, path: AnyPath) -> bool:
         if (held := once.known("listing", path.parent)) is not None:
-            return any(path.name in each for each in held)
+            return path.name in held[1] or self._has_below(path)
         if names.is_file(path.name):
             return self._head(path) is not None
         # Mostly a folder is meant.
@@ -310,10 +310,14 @@ class BucketStore(Objects):
         return bucket_clients.asked(path, bucket_clients.client_of(path).head, key)
 
     def _has_below(self, path: AnyPath) -> bool:
-        if (held := once.known("listing", path.parent)) is not None:
-            return path.name in held[0]
+        held = once.known("listing", path.parent)
+        if held is not None and path.name not in held[0]:
+            return False
         if once.is_asking_once():
-            return any(self._listing(path))
+            folders, objects = self._listing(path)
+            if objects or not folders:
+                return bool(objects)
+        # Some services list folders for minutes in which nothing is any more.
         return bool(self._below(path, first=True))
 
     def _below(self, path: AnyPath, *, first: bool = False) -> list[Any]:
