@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import time
+import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
@@ -15,6 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.saving import launch
+from cnr_jax.format.manifest import ParentRef
 from cnr_jax.format.names import PACKED_ROWS
 from cnr_jax.format.tiles import load_process
 from cnr_jax.repository.parent_rows import ParentRows
@@ -22,6 +29,7 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
+from cnr_jax.waiting import Job
 
 from . import lattice_reader
 
@@ -170,6 +178,70 @@ def test_saves_in_flight_rest_on_one_another(tmp_path: Path) -> None:
             run.train()
     run.check(dict.fromkeys(range(5), 0))
     assert all(any(s.below for s in run.segments(step)) for step in range(1, 5))
+
+
+def test_a_save_waits_for_one_that_has_yet_to_begin_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may be late: the folder of the other is made, and its rows are there, before."""
+    run, asked = Run(tmp_path, policy=cnr.Consecutive(), max_in_flight=3), Event()
+    write, of = launch._write_rows, ParentRows.of
+
+    def late(flight: Any, *args: Any) -> None:
+        if flight.step == 1:
+            assert asked.wait(60)
+            time.sleep(0.5)
+        write(flight, *args)
+
+    def asks(self: ParentRows, root: Any, item: str, parent: Any, keys: Any) -> Any:
+        if parent.directory == "1":
+            asked.set()
+        return of(self, root, item, parent, keys)
+
+    with run.open() as manager:
+        run.save(manager)
+        monkeypatch.setattr(launch, "_write_rows", late)
+        monkeypatch.setattr(ParentRows, "of", asks)
+        for _ in range(2):
+            run.train()
+            run.save(manager, waits=False)
+    run.check(dict.fromkeys(range(3), 0))
+    assert all(any(s.below for s in run.segments(step)) for step in (1, 2))
+
+
+@pytest.mark.parametrize("refused", ["begins", "never begins"])
+def test_nobody_waits_for_a_save_that_ends_before_it_writes(
+    tmp_path: Path, refused: str
+) -> None:
+    parents, job = ParentRows(), Job()
+    parents.begin("ab", lambda: job.is_over)
+    parent = ParentRef(directory="1", uuid="ab", clock=1)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(parents.of, tmp_path, "default", parent, {})
+        with pytest.raises(TimeoutError):
+            asking.result(0.2)
+        if refused == "begins":
+            job.run(lambda: None)
+        else:
+            assert job.give_up()
+        assert asking.result(30) == {}
+
+
+def test_closing_frees_the_rows_that_differences_are_taken_to(tmp_path: Path) -> None:
+    run = Run(tmp_path, policy=cnr.Consecutive())
+    with run.open() as manager:
+        for _ in range(2):
+            run.save(manager)
+            run.train()
+        parents = manager._handler._launcher._parents
+        held = [
+            part for tile in parents._tiles.values() for part in tile.parts.values()
+        ]
+        rows = [weakref.ref(part) for part in held]
+        del held
+        assert rows and all(each() is not None for each in rows)
+    gc.collect()
+    assert all(each() is None for each in rows)
 
 
 def test_differences_on_other_rows_are_refused(

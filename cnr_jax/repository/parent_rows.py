@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from cnr_jax.rows.codecs.moments import Unit
 from cnr_jax.rows.codecs.residual import Residual
 from cnr_jax.state.layouts import layout_from
 
+# How often who waits for a save looks whether its thread has ended, or was kept from beginning.
+_POLL_SECS = 1.0
 # Table, leaf and box.
 TileKey = tuple[str, str, Box]
 
@@ -54,24 +56,40 @@ class ParentRows:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # Steps whose rows are being written, or read back.
-        self._writing: set[str] = set()
+        # Steps whose rows are being written, or read back; whether that is over all the same.
+        self._writing: dict[str, Callable[[], bool]] = {}
         self._uuid = ""
         self._tiles: dict[TileKey, WrittenTile] = {}
         # Of the last save: its uuid, that of what it rests on, empty if on nothing, and its rows.
         self._last: tuple[str, str, dict[TileKey, WrittenTile]] = "", "", {}
 
+    def begin(self, uuid: str, is_over: Callable[[], bool]) -> None:
+        """Has those that rest on a save wait for its rows, before its thread writes them.
+
+        Args:
+            uuid: of the save.
+            is_over: whether its thread has ended, or never begins.
+        """
+        with self._changed:
+            for each in [each for each, over in self._writing.items() if over()]:
+                del self._writing[each]
+            self._writing[uuid] = is_over
+
     @contextlib.contextmanager
     def writing(self, uuid: str) -> Iterator[None]:
         """While a save writes its rows, those that rest on it wait for these."""
-        with self._changed:
-            self._writing.add(uuid)
+        self.begin(uuid, _never)
         try:
             yield
         finally:
             with self._changed:
-                self._writing.discard(uuid)
+                self._writing.pop(uuid, None)
                 self._changed.notify_all()
+
+    def close(self) -> None:
+        """Frees all rows."""
+        with self._changed:
+            self._uuid, self._tiles, self._last = "", {}, ("", "", {})
 
     def note(
         self, uuid: str, parent: ParentRef | None, tiles: Mapping[TileKey, WrittenTile]
@@ -99,14 +117,15 @@ class ParentRows:
             CnrError: if they cannot be read.
         """
         with self._changed:
-            self._changed.wait_for(lambda: parent.uuid not in self._writing)
+            while not self._writing.get(parent.uuid, _always)():
+                self._changed.wait(_POLL_SECS)
             self._go_to(parent.uuid)
             if self._uuid != parent.uuid:
                 self._tiles, self._uuid = {}, parent.uuid
             tiles = dict(self._tiles)
             missing = {key: c for key, c in keys.items() if key not in tiles}
             if missing:
-                self._writing.add(parent.uuid)
+                self._writing[parent.uuid] = _never
         if missing:
             # Without the lock: other saves write meanwhile.
             with self.writing(parent.uuid):
@@ -129,6 +148,14 @@ class ParentRows:
         for key, tile in tiles.items():
             _put(self._tiles, key, tile)
         self._uuid, self._last = uuid, ("", "", {})
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
 
 
 def _put(tiles: dict[TileKey, WrittenTile], key: TileKey, new: WrittenTile) -> None:

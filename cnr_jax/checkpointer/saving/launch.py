@@ -133,6 +133,7 @@ class Launcher:
                 sources = capture.with_samples(sources, sample)
             # Gathering on the host takes all cores already; on devices it waits for these.
             stage = Stage(self._room, options.timeout_secs, patient=on_host)
+            self._parents.begin(plan.uuid, lambda: flight.writing.is_over)
             # Writing starts first: a state larger than the staging budget streams through it.
             write_in_background(
                 flight,
@@ -180,6 +181,7 @@ class Launcher:
         """Frees memory that is kept for the next save, and what is remembered of rows."""
         self._buffers.close()
         self._tracker.close()
+        self._parents.close()
 
 
 # Settings are those of a thread, unless they are of all.
