@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -21,7 +22,7 @@ from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.store import names_in, store_of
 
-from .bucket_proxy import Proxy
+from .bucket_proxy import FolderProxy, Proxy
 from .conftest import case_of
 
 
@@ -321,6 +322,42 @@ def test_who_deletes_without_a_claim_ends_the_catalogue(
     with run.open(str(root)) as manager:
         manager.delete(1)
         assert manager.all_steps() == [0]
+
+
+@pytest.mark.parametrize("lists_emptied", [False, True])
+def test_what_was_on_its_way_out_when_a_root_was_opened_is_no_step(
+    tiny_run: Any,
+    root: epath.Path,
+    s3: str,
+    monkeypatch: pytest.MonkeyPatch,
+    lists_emptied: bool,
+) -> None:
+    """Whether folders in which nothing is any more are listed for a while or not."""
+    run, other, store = tiny_run(), tiny_run(), store_of(root)
+    with contextlib.ExitStack() as stack:
+        if lists_emptied:
+            made = stack.enter_context(contextlib.closing(FolderProxy(s3)))
+            monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
+        manager = stack.enter_context(run.open(str(root), policy=cnr.Full()))
+        run.run(manager, range(3))
+        remove, second = type(store).remove_tree, list[Any]()
+
+        def opens(*args: Any) -> Any:
+            patch.undo()
+            second.append(stack.enter_context(other.open(str(root), policy=cnr.Full())))
+            other.restore(second[0], None)
+            return remove(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store), "remove_tree", opens)
+            manager.delete(0)
+        assert second[0].all_steps() == [0, 1, 2], "it was there still"
+        other.run(second[0], [3])
+        assert second[0].all_steps() == [1, 2, 3]
+        assert told(root) == ["1", "2", "3"]
+        with other.open(str(root)) as reader:
+            assert reader.all_steps() == [1, 2, 3]
+        assert [each.step for each in cnr.describe(root).steps] == [1, 2, 3]
 
 
 def test_a_killed_removal_is_not_listed(

@@ -58,7 +58,8 @@ class Ledger(Chains):
         leaving: step directories that retention has dropped and that may still be there.
         crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
             set aside.
-        epoch: of the claim, when the root was read.
+        epoch: of the claim, when the root was read; empty where no catalogue told of that: then a
+            step that was seen may be one that is being removed.
         run: of the save that was begun last, whose steps alone retention may drop; None: none
             was begun.
         left: what rollbacks have left behind where it cannot be renamed, by directory: it is no
@@ -131,16 +132,14 @@ class Ledger(Chains):
 
             # First: what is read now is right as long as this epoch lasts.
             known = catalogue.read(plain)
-            ledger.epoch = known.epoch
+            ledger.epoch = known.epoch if known.item else ""
             # Of folders that plain Orbax may have saved it does not tell.
             of_item = known.item == item and not adopts
             told = known.entries if of_item else {}
             if can(plain).cheap_looks:
                 found = map(look, held)
             else:
-                with ThreadPoolExecutor(_AT_ONCE, "cnr_look") as pool:
-                    new = dict.fromkeys(name for name in held if name not in told)
-                    looked = dict(zip(new, pool.map(look, new), strict=True))
+                looked = _side_by_side(look, {*held} - told.keys())
                 found = [told.get(name) or looked[name] for name in held]
             for directory, each in zip(held, found, strict=True):
                 ledger._note(plain, directory, item, each)
@@ -201,6 +200,20 @@ class Ledger(Chains):
         newer = [name for name in withheld if names.step_number(name) > newer_than]
         failed = [self.read(root, name, item) for name in sorted(newer)]
         return next((each for each in failed if isinstance(each, OSError)), None)
+
+    def look_again(self, root: AnyPath, item: str, epoch: str) -> bool:
+        """Reads all committed steps again, as of a claim; for stores where looks are requests.
+
+        Returns:
+            Whether any is gone.
+        """
+        known = [entry.directory for entry in self.committed()]
+        found = _side_by_side(lambda name: self._look(root, name, item), known)
+        for directory, each in found.items():
+            self._note(root, directory, item, each)
+        self.part()
+        self.epoch = epoch
+        return not {*known} <= self.all_directories()
 
     def directories(self) -> set[str]:
         """All step directories that are known, readable or not."""
@@ -404,3 +417,12 @@ class Ledger(Chains):
             generation=0,
             parent=None,
         )
+
+
+def _side_by_side(
+    look: Callable[[str], Entry | Exception], directories: Iterable[str]
+) -> dict[str, Entry | Exception]:
+    """What each step directory holds, where each look is a request."""
+    found = sorted(directories)
+    with ThreadPoolExecutor(_AT_ONCE, "cnr_look") as pool:
+        return dict(zip(found, pool.map(look, found), strict=True))

@@ -281,6 +281,10 @@ class RootWriter:
         if not self._doubtful and not can(root).cheap_looks:
             return False
         changed = ledger.refresh(root, item)
+        before = self._before.epoch if self._before is not None else ""
+        if before and ledger.epoch != before:
+            # What it held may have been on its way out: folders alone do not tell.
+            changed |= ledger.look_again(root, item, before)
         self._doubtful = False
         return changed
 
@@ -407,7 +411,7 @@ class RootWriter:
             epoch = self._claim.epoch
             if not epoch:
                 return
-            # Of a root that another manager has saved to since, what was read may be wrong by now.
+            # Of a root that nobody has claimed before, what was read may be wrong by now.
             before = self._before.epoch if self._before is not None else ""
             is_known = bool(before) and before == ledger.epoch
             known = {e.directory: e for e in ledger.committed() if e.known and is_known}
