@@ -79,6 +79,24 @@ def test_roots_that_do_not_work_are_refused_and_make_no_folder(
     assert not list(Path().iterdir())
 
 
+@each_of(
+    "url,known",
+    [
+        ("s3a://bucket/a run", "s3://bucket/a run"),
+        ("s3n://bucket", "s3://bucket"),
+        ("S3://bucket/run", "s3://bucket/run"),
+        ("gcs://bucket/run", "gs://bucket/run"),
+    ],
+)
+def test_other_addresses_of_a_bucket_say_which_one_is_meant(
+    url: str, known: str
+) -> None:
+    with pytest.raises(errors.OptionError, match=f"hint: {known} is the same bucket"):
+        cnr.CheckpointManager(url)
+    with pytest.raises(errors.OptionError, match="hint: pass URLs as strings"):
+        cnr.CheckpointManager(Path(url))
+
+
 def test_handler_refuses_what_orbax_opens(tmp_path: Path) -> None:
     """Orbax itself opens other stores where their packages are installed."""
     with pytest.raises(errors.OptionError, match="az"):

@@ -27,7 +27,11 @@ from cnr_jax.repository.store import (
 _STEP_NAME = re.compile(r"(?:(.+)_)?([0-9]+)")
 # pathlib makes `s3:/bucket` of `s3://bucket`; of a scheme that nobody would call a folder by.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_CUT_SCHEME = re.compile(r"(gs|gcs|s3|az|abfss?|hdfs|https?|file|ftp):/", re.IGNORECASE)
+# As other programs call buckets: Hadoop, Spark and fsspec.
+_CALLED_OTHERWISE = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "s3": "s3", "gs": "gs"}
+_CUT_SCHEME = re.compile(
+    r"(gs|gcs|s3[an]?|az|abfss?|hdfs|https?|file|ftp):/", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,10 +82,13 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
     if scheme[1].lower() == "file":
         return _local(_path_of(text), text)
     if not text.startswith(schemes := tuple(f"{each}://" for each in REMOTE)):
+        hint = "mount the store as a folder, or save to a local disk and copy"
+        if (known := _CALLED_OTHERWISE.get(scheme[1].lower())) is not None:
+            hint = f"{known}{text[scheme.end(1) :]} is the same bucket"
         raise errors.OptionError(
             f"{text!r} is no root: checkpoints cannot be kept in {scheme[1]}://\n"
             f"  got {scheme[1]!r}, expected a local path, file://, {' or '.join(schemes)}\n"
-            "  hint: mount the store as a folder, or save to a local disk and copy"
+            f"  hint: {hint}"
         )
     if text.partition("://")[2].startswith("/") or text.endswith("://"):
         raise errors.OptionError(
