@@ -377,10 +377,17 @@ def test_a_killed_removal_is_not_listed(
             manager.delete(1)
         monkeypatch.undo()
     assert "1" in names_in(root)
+    begun = root / "7" / names.ATTEMPT  # of a save that was killed
+    store.write(begun, b"a" * 32, replaces=True)
     for data in (old, taken(root), None):
         put(root, data)
         with run.open(str(root)) as reader:
             assert reader.all_steps() == [0, 2]
+    with run.open(str(root)) as manager:
+        run.restore(manager, None)
+        run.run(manager, [3])
+    assert names_in(root / "1") == [], "what was left of it goes with the next claim"
+    assert store.read(begun) == b"a" * 32
 
 
 def test_a_catalogue_that_is_put_as_a_step_is_removed_does_not_tell_of_it(

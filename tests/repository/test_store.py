@@ -236,9 +236,11 @@ def test_what_a_store_cannot_do_it_refuses(kind: store.Store, root: epath.Path) 
 
 def test_the_store_of_a_path_is_that_of_its_scheme() -> None:
     assert store.store_of(Path("/a/b")) is store.store_of(epath.Path("/a"))
-    assert store.can(Path("gs:/a")).renames, "a folder"
+    local = store.can(Path("gs:/a"))
+    assert local.renames and not local.conditions, "a folder"
     bucket = store.store_of(epath.Path("gs://bucket/run"))
-    assert isinstance(bucket, BucketStore) and not bucket.can.renames
+    assert isinstance(bucket, BucketStore)
+    assert bucket.can.conditions and not bucket.can.renames
 
 
 # ---- local stores ------------------------------------------------------------------------------

@@ -482,7 +482,7 @@ class Saves:
 
     def put_catalogue(self) -> None:
         """Notes in the root what its steps are, where each look is a request; on process 0."""
-        if can(self.steps.root).renames or self._writer.place is None:
+        if not can(self.steps.root).conditions or self._writer.place is None:
             return
         others = {
             self.steps.existing_directory(info.step): Noted(

@@ -69,7 +69,7 @@ class Catalogue:
 def read(root: AnyPath) -> Catalogue:
     """The catalogue of a root, which tells of no step where it is not right, or not needed."""
     found = Catalogue()
-    if can(root).renames:
+    if not can(root).conditions:
         return found
     path = root / names.CATALOGUE
     try:

@@ -247,7 +247,7 @@ def copy_files(source: AnyPath, folder: AnyPath, meter: Meter) -> None:
     def copy(each: StepFile) -> None:
         target = folder / each.path
         # Where files are put under a condition, what is there is there as a whole.
-        if each.path not in lacking and not can(folder).renames:
+        if each.path not in lacking and can(folder).conditions:
             return
         with as_root_errors(root, "read"):
             data = read_whole([source], each.path, each.check)

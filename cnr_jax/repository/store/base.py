@@ -28,8 +28,10 @@ class Capabilities:
     """What a kind of storage can do.
 
     Attributes:
-        renames: a folder gets another name at once, with all that is in it. Elsewhere a file can
-            be written on the condition that nothing is there, or what was read before.
+        renames: a folder gets another name at once, with all that is in it. Elsewhere a file in it
+            says what it is.
+        conditions: a file is written as a whole, on the condition that nothing is there, or what
+            was read before. Elsewhere locks keep programs apart.
         locks: a file can be locked, and the lock goes with the process that holds it; not every
             file system can, which trying shows.
         appends: files can grow.
@@ -39,6 +41,7 @@ class Capabilities:
     """
 
     renames: bool
+    conditions: bool
     locks: bool
     appends: bool
     cheap_looks: bool

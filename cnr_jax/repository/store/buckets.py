@@ -35,6 +35,7 @@ class BucketStore(Objects):
 
     can = Capabilities(
         renames=False,
+        conditions=True,
         locks=False,
         appends=False,
         cheap_looks=False,

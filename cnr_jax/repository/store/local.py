@@ -55,6 +55,7 @@ class LocalStore(Streams):
 
     can = Capabilities(
         renames=True,
+        conditions=False,
         locks=fcntl is not None,
         appends=True,
         cheap_looks=True,

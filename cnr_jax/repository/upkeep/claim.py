@@ -157,7 +157,7 @@ def _read_writer(root: AnyPath) -> tuple[Writer | None, Any]:
     version: Any = None
     try:
         path = root / names.WRITER
-        if not can(root).renames:
+        if can(root).conditions:
             found = store_of(path).read_version(path)
             if found is None:
                 return None, None
@@ -365,7 +365,7 @@ class Claim:
             self._write(dataclasses.replace(self._own, epoch=self._new_epoch()))
 
     def _new_epoch(self) -> str:
-        self._epoch = secrets.token_hex(16) if not can(self._root).renames else ""
+        self._epoch = secrets.token_hex(16) if can(self._root).conditions else ""
         return self._epoch
 
     @property
@@ -389,7 +389,7 @@ class Claim:
         data = json.dumps(document, indent=1, sort_keys=True) + "\n"
         path = self._root / names.WRITER
         try:
-            if not can(self._root).renames:
+            if can(self._root).conditions:
                 self._swap(path, data.encode(), own)
             else:
                 replace_durably(path, data.encode())

@@ -159,6 +159,31 @@ def remove_in_place(step: store.AnyPath) -> None:
         raise error
 
 
+def clear_removed(root: store.AnyPath, ledger: Ledger) -> None:
+    """Removes what is left of steps whose removal was cut short, where they are.
+
+    Args:
+        root: that is claimed, in a store that cannot rename folders.
+        ledger: of it.
+    """
+    try:
+        known = ledger.all_directories()
+        found = [
+            root / name
+            for name in layout.step_directories(root, ledger.is_step)
+            if name not in known
+        ]
+        for step in found:
+            with contextlib.suppress(FileNotFoundError):
+                if store.read_all(step / names.ATTEMPT) == names.REMOVED:
+                    remove_in_place(step)
+    except OSError as error:
+        _log.warning(
+            "what is left of removed steps stays until the next manager saves: %s",
+            error,
+        )
+
+
 def _removed(directory: str) -> str:
     """A name for a removed directory that no other has."""
     return names.removed(directory, secrets.token_hex(8))

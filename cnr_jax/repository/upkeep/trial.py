@@ -24,7 +24,7 @@ def check_conditions(root: AnyPath) -> None:
         OptionError: if it is not.
         OSError: if the store fails.
     """
-    if can(root).renames:
+    if not can(root).conditions:
         return
     store = store_of(root)
     probe = root / names.replacing(names.WRITER, secrets.token_hex(4))

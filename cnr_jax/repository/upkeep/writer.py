@@ -34,7 +34,12 @@ from cnr_jax.repository.upkeep.claim import (
     WritingLock,
     other_writer,
 )
-from cnr_jax.repository.upkeep.removal import Remover, clear, find_leftovers
+from cnr_jax.repository.upkeep.removal import (
+    Remover,
+    clear,
+    clear_removed,
+    find_leftovers,
+)
 from cnr_jax.repository.upkeep.trial import check_conditions
 from cnr_jax.repository.upkeep.unfinished import Unfinished
 from cnr_jax.texts import logger
@@ -251,7 +256,7 @@ class RootWriter:
                     kind="writer_busy",
                 )
             # Else whoever prepares the folder of the save asks that, while training goes on.
-            if can(root).renames or self._doubtful or self._unfinished.any:
+            if not can(root).conditions or self._doubtful or self._unfinished.any:
                 self._claim.check()
         except BaseException:
             self.end_writing()
@@ -262,9 +267,11 @@ class RootWriter:
         self._unfinished.wait_for_room()
         changed = self._bring_back() | self._refresh()
         with self.looking:
-            if not self._tidy:
+            if not (was_tidy := self._tidy):
                 self._tidy_up(own)
                 self._tidy = True
+        if not was_tidy and self.remover is None:
+            clear_removed(root, ledger)
         self.changed |= changed
         if self.noted:
             self.noted = forget_gone(root, ledger)
@@ -383,7 +390,7 @@ class RootWriter:
             if not self._claim.is_taken:
                 # That of another manager, or of before a reload.
                 root = self._known()[0]
-                if not can(root).renames:
+                if can(root).conditions:
                     store_of(root).remove_file(root / names.CATALOGUE)
             elif named:
                 self._claim.begin_epoch()
