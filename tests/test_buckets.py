@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -894,6 +895,44 @@ def test_training_does_not_wait_for_a_service_that_does_not_answer(
         assert manager.all_steps() == [0, 1, 2, 3]
         for step in range(4):
             run.check(manager, step)
+
+
+def test_an_interrupt_ends_the_opening_of_a_root_that_does_not_answer(
+    tiny_run: Any, root: epath.Path, proxy: Proxy
+) -> None:
+    run, main = tiny_run(), threading.main_thread().ident
+    proxy.harm = lambda *_: 100.0
+    timer = threading.Timer(1, signal.pthread_kill, [main, signal.SIGINT])
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run.open(str(root))
+    assert time.monotonic() - begun < 20
+    proxy.harm = lambda *_: None
+    with run.open(str(root)) as manager:
+        run.run(manager, [0])
+        run.check(manager, None)
+
+
+def test_what_a_program_waits_for_is_said(
+    tiny_run: Any,
+    root: epath.Path,
+    tmp_path: Path,
+    proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(bucket_clients, "_SILENT_SECS", 0.3)
+    harms = iter([1.0])
+    proxy.harm = lambda *_: next(harms, None)
+    run = tiny_run()
+    options: list[Any] = [{"mirror": str(root)}, {"near": tmp_path / "near"}, {}]
+    for each in options:
+        caplog.clear()
+        harms = iter([1.0])
+        run.open(tmp_path / "root" if "mirror" in each else str(root), **each).close()
+        said = [text for text in caplog.messages if "waiting for an answer" in text]
+        assert said and f"waiting for an answer about {root}" in said[0], each
 
 
 def test_a_program_that_lost_the_root_puts_nothing_there(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 import errno
 import functools
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -17,7 +19,9 @@ from cnr_jax import errors
 from cnr_jax.repository.causes import RefusedError, StoreError
 from cnr_jax.repository.store import gs_clients, s3_clients
 from cnr_jax.repository.store.base import AnyPath
+from cnr_jax.texts import logger
 
+_log = logger(__name__)
 # By the scheme of a URL.
 SERVICES: dict[str, ModuleType] = {"gs": gs_clients, "s3": s3_clients}
 # How long a request may take, and how long one that fails is tried again.
@@ -25,6 +29,8 @@ _REQUEST_SECS, RETRY_SECS = 60, 60
 _CONNECT_SECS = 10
 # As many as fit into that: the pauses between them grow to some seconds.
 _RETRIES, _PAUSE_SECS = 100, 5
+# After which it is said what a program waits for.
+_SILENT_SECS = 5
 # Before a put is tried again that met another: not all at the same time.
 MEETING_SECS = 0.2
 # What says nothing about an object: the service did not answer, or not with what was asked for.
@@ -146,6 +152,8 @@ def asked_once(
     from obstore import exceptions
 
     try:
+        if threading.current_thread() is threading.main_thread():
+            return _in_a_thread(path, request, *args, **kwargs)
         return request(*args, **kwargs)
     except errors.CnrError:
         raise  # no client could be made
@@ -163,6 +171,34 @@ def asked_once(
         raise _store_error(text, where, service_of(path))
     number = errno.ENOENT if kind is FileNotFoundError else errno.EEXIST
     raise kind(number, os.strerror(number), where)
+
+
+def _in_a_thread(
+    path: AnyPath, request: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The answer to a request that another thread makes; says so if it is long in coming.
+
+    The client lets no interrupt in as long as it waits, for minutes if nobody answers.
+    """
+    answer = concurrent.futures.Future[Any]()
+
+    def ask() -> None:
+        try:
+            answer.set_result(request(*args, **kwargs))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # A program that ends does not wait for it.
+    threading.Thread(target=ask, name="cnr_request", daemon=True).start()
+    if not concurrent.futures.wait([answer], _SILENT_SECS).done:
+        _log.warning(
+            "waiting for an answer about %s, for %g s by now: its service is slow or away. A"
+            " request that fails is tried again for %g s",
+            os.fspath(path),
+            _SILENT_SECS,
+            RETRY_SECS,
+        )
+    return answer.result()
 
 
 def _store_error(text: str, where: str, service: Any) -> StoreError:
