@@ -53,6 +53,22 @@ def twin_of(system: System, root: Path, scratch: Path, keep: int | None) -> Twin
     return Twin(newest, values, following)
 
 
+def twins_between(
+    system: System, root: Path, scratch: Path, before: Twin, after: Twin
+) -> tuple[Twin, ...]:
+    """Twins of a root that has some of its new steps: the oldest one, the oldest two, ..."""
+    *first, _ = sorted(after.values.keys() - before.values.keys()) or [0]
+    found: list[Twin] = []
+    for newest in first:
+        shutil.copytree(root, scratch)
+        for step in after.values.keys():
+            if step > newest:
+                shutil.rmtree(scratch / str(step))
+        found.append(twin_of(system, scratch, scratch.with_suffix(".read"), None))
+        shutil.rmtree(scratch)
+    return tuple(found)
+
+
 def check_twins(
     system: System, twins: Sequence[Twin], salts: Sequence[Mapping[int, int]]
 ) -> None:
@@ -117,12 +133,14 @@ class Judge:
 
     Attributes:
         before, after: twins of the root as it was, and as it is if nothing happens.
+        between: twins with some of several new steps, the fewest first.
     """
 
     system: System
     scenario: Scenario
     before: Twin
     after: Twin
+    between: tuple[Twin, ...] = ()
 
     def __call__(self, root: Path, *, durable: bool = False) -> Verdict:
         """Restores all that is listed, compares it, and goes on saving.
@@ -149,21 +167,22 @@ class Judge:
         must = twin.values.keys() - (self.scenario.removes - {newest})
         if missing := sorted(must - set(steps)):
             return Verdict(Outcome.LOST, f"{missing} are gone, listed {steps}")
-        if (durable or self._is_there(root)) and twin is self.before:
+        lost = durable and twin is not self.after
+        if lost or self._is_there(root, twin):
             return Verdict(Outcome.LOST, f"the committed step is passed over: {steps}")
         return self._check_following(root, twin)
 
-    def _is_there(self, root: Path) -> bool:
-        """Whether the new step is on disk under its name, which it was not before."""
-        new = self.after.values.keys() - self.before.values.keys()
+    def _is_there(self, root: Path, twin: Twin) -> bool:
+        """Whether a step that a twin does not have is on disk under its name."""
+        new = self.after.values.keys() - twin.values.keys()
         return any((root / str(step)).exists() for step in new)
 
     def _lost(self, newest: int | None, steps: list[int]) -> str:
-        wanted = {self.before.newest, self.after.newest}
+        wanted = {t.newest for t in (self.before, *self.between, self.after)}
         return f"newest is {newest}, expected one of {wanted}; listed {steps}"
 
     def _twin(self, newest: int | None, values: Values) -> Twin | None:
-        for twin in (self.after, self.before):
+        for twin in (self.after, *self.between, self.before):
             if newest == twin.newest and (
                 newest is None or not training.differing(values, twin.values[newest])
             ):

@@ -1,6 +1,6 @@
 """Every fault that storage and processes produce, and what becomes of it.
 
-    python tests/campaign/run.py [--quick] [--json PATH] [--only TEXT ...]
+    python tests/campaign/run.py [--quick] [--json PATH] [--only TEXT ...] [--in-flight N]
 
 Ends with an error if anything of this library's ended as it should not. README.md, beside this
 file, says what the cases do.
@@ -36,13 +36,14 @@ import power  # noqa: E402
 import runs  # noqa: E402
 from bench import Bench  # noqa: E402
 from outcomes import Tally, print_tallies, write_json  # noqa: E402
-from systems import SYSTEMS, Ours  # noqa: E402
+from systems import IN_FLIGHT, SYSTEMS, Ours  # noqa: E402
 
 CASES = (kills, damages, power, failing, once, mistakes, crafted, runs)
 
 
 def main() -> None:
     args = _parser().parse_args()
+    os.environ[IN_FLIGHT] = str(args.in_flight)
     # What was mounted and made is undone also if somebody ends this program.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     # What is logged is what is to be expected of damaged roots.
@@ -91,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], help="cases with such a name")
     parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="all"
+    )
+    parser.add_argument(
+        "--in-flight", type=int, default=1, help="max_in_flight of ours (default: 1)"
     )
     parser.add_argument("--workers", type=int, default=2, help="children at a time")
     parser.add_argument("--dir", type=Path, help="where to write (default: temporary)")

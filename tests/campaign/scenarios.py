@@ -106,6 +106,23 @@ def save_next(keep: int | None = None, **settings: Any) -> Callable[..., None]:
     return act
 
 
+def save_at_once(count: int) -> Callable[..., None]:
+    """Goes on from the newest step and saves the next ones, all of them in flight."""
+
+    def act(system: System, root: Root, note: Note) -> None:
+        trainer = system(root, max_in_flight=count)
+        newest = trainer.go_on()
+        first = 0 if newest is None else newest + 1
+        for step in range(first, first + count):
+            trainer.train(step)
+            trainer.save(step)
+        trainer.wait()
+        note(f"durable {first + count - 1}")
+        trainer.close()
+
+    return act
+
+
 def delete_newest(system: System, root: Root, note: Note) -> None:
     trainer = system(root)
     trainer.delete(max(trainer.steps()))
@@ -129,6 +146,7 @@ CHAIN = chain_of(3)
 SCENARIOS = (
     Scenario("first save", nothing, save_next()),
     Scenario("delta", CHAIN, save_next()),
+    Scenario("three at once", CHAIN, save_at_once(3), systems=(Ours.name,)),
     Scenario(
         "full and retention",
         CHAIN,

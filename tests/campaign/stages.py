@@ -89,10 +89,12 @@ class Play:
             for root in (self.template, after)
         ]
         judging.check_twins(self.system, twins, ({}, self.scenario.salts))
+        scratch = self.place.new_root()
+        between = judging.twins_between(self.system, after, scratch, *twins)
         shutil.rmtree(after)
         # Threads take turns as they like: calls that all runs made can be struck.
         fewest = min(ends, key=lambda ended: len(ended.calls))
-        return Stage(self, fewest, Judge(self.system, self.scenario, *twins))
+        return Stage(self, fewest, Judge(self.system, self.scenario, *twins, between))
 
     def _make_template(self) -> None:
         self.scenario.before(self.system, self.template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,15 @@ import training
 
 import cnr_jax as cnr
 from cnr_jax.policy import Policy
+
+# Saves that managers of this library have in flight, in this process and those that it starts.
+IN_FLIGHT = "CNR_CAMPAIGN_IN_FLIGHT"
+
+
+def most_in_flight() -> int:
+    """Saves in flight that managers of this library are opened with."""
+    return int(os.environ.get(IN_FLIGHT, "1"))
+
 
 # As one program: a process of the campaign lives for a second.
 _record = jax.jit(cnr.record)
@@ -109,7 +119,7 @@ class Ours(_Loop):
                 preservation_policy=latest(keep),
                 # Codes are compared between runs, and dither is another in each that is restored.
                 rounding="nearest",
-                **options,
+                **{"max_in_flight": most_in_flight(), **options},
             ),
         )
 

@@ -13,6 +13,7 @@ sys.path[:0] = [str(TESTS / "multiprocess"), str(TESTS.parent)]
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
+from systems import most_in_flight  # noqa: E402
 from worker import Run  # noqa: E402
 
 import cnr_jax as cnr  # noqa: E402
@@ -46,6 +47,7 @@ def train_and_save(run: Run, root: Path, stop: int) -> None:
     options = cnr.Options(
         codec="raw",
         policy=cnr.Intermittent(),
+        max_in_flight=most_in_flight(),
         preservation_policy=ocp.checkpoint_managers.LatestN(2),
     )
     with cnr.CheckpointManager(root, tables=run.tables, options=options) as manager:
