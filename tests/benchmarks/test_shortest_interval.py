@@ -49,18 +49,21 @@ def test_windows_hold_as_many_saves_and_steps_as_they_say(
     loop.manager.close()
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.03])
 def test_a_table_says_how_many_times_shorter_ours_is(
-    benchmarks: Any, capsys: pytest.CaptureFixture[str]
+    benchmarks: Any, capsys: pytest.CaptureFixture[str], noise: float
 ) -> None:
     script, results = benchmarks("shortest_interval"), benchmarks("results")
     found = []
     for system, every in zip(script.SYSTEMS, (20, 400, 110), strict=True):
         label = f"{system}, {script.CORES[0]}"
         case = results.Measured(label=label, group=script.CORES[0], params={})
-        case.runs.update({n: {"every": every + n, "auto_every": 30} for n in range(3)})
+        seconds = {"cost_secs": 0.05, "noise_secs": noise, "auto_every": 30}
+        case.runs.update({n: {"every": every + n, **seconds} for n in range(3)})
         found.append(case)
     script.present(results.Results(found))
     said = capsys.readouterr().out
     assert "shorter than that of orbax-uncompressed, a core free, 5.3 (5.1-5.5)" in said
-    assert "kept" in said and "MISSED" not in said
+    assert ("not measured" if noise > 0.025 else "kept") in said
+    assert "MISSED" not in said
     assert "came to every 30 (30-30) steps" in said
