@@ -60,17 +60,16 @@ def advise(
     within the budget.
     """
     from cnr_jax.cli.profiles import read_profile
-    from cnr_jax.goodput import failures_from
     from cnr_jax.goodput.advice import advise as advised
 
     profile = read_profile(root, item)
     if profile is not None and restart_secs is not None:
         profile = dataclasses.replace(profile, restart_secs=restart_secs)
-    trace = failures_from(failures, nodes, None, seed)
-    found = profile and advised(
+    found = advised(
         profile,
-        trace,
+        failures,
         job_hours=job_hours,
+        nodes=nodes,
         budget=slowdown,
         notice_secs=notice_secs,
         damage=damage,

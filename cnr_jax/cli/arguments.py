@@ -80,6 +80,9 @@ Item = Annotated[
     str | None,
     typer.Option("--item", help="The item to look at, where steps hold several."),
 ]
+Accelerators = Annotated[
+    int, number_option("--accelerators", "That wait for saves and restores.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import NOTED_BY, AsJson, Item, Root, number_option
+from cnr_jax.cli.arguments import NOTED_BY, Accelerators, AsJson, Item, Root
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -18,9 +18,7 @@ def cost(
         Path | None,
         typer.Option(help="A file of TOML with prices; without, quantities are told."),
     ] = None,
-    accelerators: Annotated[
-        int, number_option("--accelerators", "That wait for saves and restores.")
-    ] = 1,
+    accelerators: Accelerators = 1,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
@@ -43,11 +41,7 @@ def cost(
         print_lines([(f"not known yet: {len(course.saves)} saves are too few", "")])
         return Exit.FINE
     head, *rest = str(found).splitlines()
-    told = (
-        f"from {found.saves:,} saves, {found.interval_secs:,.3g} s apart, with"
-        f" {found.restores:,.3g} restores a month"
-    )
-    lines = [(head, "bold"), *((line, "") for line in rest), (told, "dim")]
+    lines = [(head, "bold"), *((line, "") for line in rest), (found.basis, "dim")]
     if found.own.stall_hours is None:
         lines.append((f"how long saves hold training up: {NOTED_BY}", "dim"))
     print_lines(lines)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from cnr_jax.errors import OptionError
-from cnr_jax.goodput.failures import HOUR_SECS, Failures
+from cnr_jax.goodput.failures import HOUR_SECS, Failures, failures_from
 from cnr_jax.goodput.model import goodput_of, pace_of, stretches_of
 from cnr_jax.goodput.plans import POLICIES, Plan, plan_of
-from cnr_jax.goodput.profile import Profile, Seconds
+from cnr_jax.goodput.profile import Profile, Seconds, check_integers, check_numbers
 from cnr_jax.policy import Policy, bits_for
 from cnr_jax.repository.description import aligned
 
@@ -22,6 +22,8 @@ _COARSE, _FINE = 1.5, 1.06
 _LONGEST = 10_000_000
 # Draws of the profile and of the failures, of which the middle four fifths are a range.
 _DRAWS, _RANGE = 200, (0.1, 0.5, 0.9)
+# Failures of a draw; more hardly spread.
+_MOST_DRAWN = 10_000
 # Of a profile: a factor each is drawn for.
 _MEASURED = ("step", "blocking", "write", "restore")
 
@@ -167,10 +169,11 @@ class Advice:
 
 
 def advise(
-    profile: Profile,
-    failures: Failures,
+    profile: Profile | None,
+    failures: Failures | str,
     *,
     job_hours: float,
+    nodes: int | None = None,
     budget: float = 0.03,
     notice_secs: float = 0.0,
     damage: float = 0.0,
@@ -182,9 +185,13 @@ def advise(
     they spread, and of as many failures as the job will see.
 
     Args:
-        profile: profile of the run.
-        failures: failures, from a trace or from a distribution.
+        profile: profile of the run; None, as `manager.profile()` has it before five saves: not
+            known.
+        failures: failures, from a trace or from a distribution; or a text that names them, as on
+            the command line: the path of a trace, `exponential:4000` or `weibull:4000,0.7`.
         job_hours: hours that the job trains for, restarts included.
+        nodes: nodes that the job needs, if a text names the failures; None: as many as are up at
+            most, of a distribution one.
         budget: share by which saves may make training longer.
         notice_secs: seconds before a failure at which the job is told of it.
         damage: chance that a restore finds a full checkpoint damaged, for `min_fulls`.
@@ -194,14 +201,34 @@ def advise(
         The advice; None: fewer than five saves tell what a step and a save take.
 
     Raises:
-        OptionError: if a number is of no use, or the trace has no failure.
+        OptionError: if a value is of no use, the trace has no failure, or failures come more often
+            than a train step is done.
 
     Source: Young (CACM 1974) and Daly (FGCS 2006) for reference. Differs from them in: saves
     overlap with training, and are durable only when they are written.
     """
-    _check(failures, job_hours, budget)
-    if not profile.is_known:
+    check_numbers(above=True, job_hours=job_hours, budget=budget)
+    check_numbers(notice_secs=notice_secs, damage=damage)
+    check_integers(seed=seed)
+    if budget >= 1 or damage > 1:
+        wrong = f"the slowdown that is allowed is {budget!r}, expected a share below 1"
+        if damage > 1:
+            wrong = f"the chance of damage is {damage!r}, expected a share of 1 at most"
+        raise OptionError(f"{wrong}\n  hint: 0.03 is 3 %")
+    job_hours, budget, notice_secs = map(float, (job_hours, budget, notice_secs))
+    failures = _failures(failures, nodes, seed)
+    if profile is not None and not isinstance(profile, Profile):
+        raise OptionError(
+            f"a profile is what manager.profile() returns, got {type(profile).__name__}"
+        )
+    if profile is None or not profile.is_known:
         return None
+    if failures.mtbf_secs < profile.step.fixed:
+        raise OptionError(
+            f"failures of {failures.name!r} come every {failures.mtbf_secs:.3g} s, and a train step"
+            f" takes {profile.step.fixed:.3g} s: no interval is best\n"
+            "  hint: a distribution is given with the mean hours between failures of one node"
+        )
     found = _plans(profile, failures, budget, notice_secs)
     draws = [*_draws(profile, failures, job_hours, seed)]
     best, second = (
@@ -236,19 +263,21 @@ def advise(
     )
 
 
-def _check(failures: Failures, job_hours: float, budget: float) -> None:
-    for what, value in (("job_hours", job_hours), ("budget", budget)):
-        if not 0 < value < math.inf:
-            raise OptionError(f"{what} is {value!r}, expected a number above 0")
-    if budget >= 1:
+def _failures(given: Failures | str, nodes: int | None, seed: int) -> Failures:
+    """Failures, of which some there are."""
+    if isinstance(given, str):
+        given = failures_from(given, nodes, None, seed)
+    elif not isinstance(given, Failures):
         raise OptionError(
-            f"the slowdown that is allowed is {budget!r}, expected a share below 1\n"
-            "  hint: 0.03 is 3 %"
+            f"failures are Failures, or a text such as 'exponential:4000', got {given!r}"
         )
-    if not failures.count:
+    elif nodes is not None:
         raise OptionError(
-            f"trace {failures.name!r} has no failure: no interval is best"
+            f"nodes is {nodes!r}, but the failures are those of {given.nodes} nodes already"
         )
+    if not given.count:
+        raise OptionError(f"trace {given.name!r} has no failure: no interval is best")
+    return given
 
 
 def _rests_on(profile: Profile) -> int | None:
@@ -339,7 +368,7 @@ def _draws(
     """Profiles as measurements spread, each with stretches as many as the job will see."""
     rng = np.random.default_rng(seed)
     up, fails = stretches_of(failures)
-    count = max(1, round(job_hours * HOUR_SECS / up.mean()))
+    count = min(max(1, round(job_hours * HOUR_SECS / up.mean())), _MOST_DRAWN)
     for _ in range(_DRAWS):
         drawn: dict[str, Seconds] = {}
         for name, at in zip(_MEASURED, rng.random(len(_MEASURED)), strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import tomllib
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from cnr_jax.errors import OptionError
 from cnr_jax.goodput.failures import HOUR_SECS
-from cnr_jax.goodput.profile import ENOUGH, Profile
+from cnr_jax.goodput.profile import ENOUGH, Profile, is_number
 from cnr_jax.goodput.records import profile_of
 from cnr_jax.repository.course import Course, Save
 from cnr_jax.repository.description import aligned, amount
@@ -61,19 +60,13 @@ class Prices:
                 f"{path} has no prices: it is no TOML\n  {error}"
             ) from error
         wrong = sorted(set(names) ^ set(given))
-        wrong += [n for n in names[1:] if n in given and not _is_price(given[n])]
+        wrong += [n for n in names[1:] if n in given and not is_number(given[n])]
         if wrong:
             raise OptionError(
                 f"{path} has no prices: {', '.join(wrong)}\n"
                 f"  expected currency, and numbers of 0 or more: {', '.join(names[1:])}"
             )
         return cls(**given)
-
-
-def _is_price(given: object) -> bool:
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        return False
-    return 0 <= given < math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +136,9 @@ class Cost:
             found["costs"] = {name: q.costs(self.prices) for name, q in both.items()}
         return found
 
-    def __str__(self) -> str:
-        """A table, with costs if there are prices."""
+    @property
+    def rows(self) -> list[list[str]]:
+        """Rows of a table below a head, with costs if there are prices."""
         hours = ("stall_hours", "restore_hours")
         rows = [["a month of training", "this run", "plain full saves"]]
         for name, told in (
@@ -164,7 +158,19 @@ class Cost:
             rows += [[name, _price(own[name]), _price(plain[name])] for name in own]
             sums = (sum(v or 0.0 for v in each.values()) for each in (own, plain))
             rows.append(["all that is known", *map(_price, sums)])
-        return "\n".join(aligned(rows, right={1, 2}))
+        return rows
+
+    @property
+    def basis(self) -> str:
+        """What the figures rest on."""
+        return (
+            f"from {self.saves:,} saves, {self.interval_secs:,.3g} s apart, with"
+            f" {self.restores:,.3g} restores a month"
+        )
+
+    def __str__(self) -> str:
+        """A table, with costs if there are prices."""
+        return "\n".join(aligned(self.rows, right={1, 2}))
 
 
 def cost_of(

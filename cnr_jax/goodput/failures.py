@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from cnr_jax.errors import OptionError
+from cnr_jax.goodput.profile import check_integers, check_numbers
 
 HOUR_SECS = 3600.0
 # Mean times between failures for which hosts have run before a drawn trace begins.
 _EARLIER = 10
 _MANY = 400
-_MOST_DRAWS = 50_000_000
+_MOST_DRAWS = 2_000_000
+_LEAST_SHAPE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,20 +135,27 @@ class Failures:
             seed: number by which draws are repeated.
 
         Raises:
-            OptionError: if a number is not positive, or the draws would be too many.
+            OptionError: if a number is not positive, `shape` is below 0.1, or the draws would be
+                too many.
 
         Source: Schroeder and Gibson, A large-scale study of failures in high-performance
         computing systems (DSN'06): Weibull, shape 0.7 to 0.8.
         """
-        for what, value in (
-            ("node_mtbf_hours", node_mtbf_hours),
-            ("nodes", nodes),
-            ("hours", hours),
-            ("shape", shape),
-        ):
-            if not 0 < value < math.inf:
-                raise OptionError(f"{what} is {value!r}, expected a number above 0")
-        mtbf, secs = node_mtbf_hours * HOUR_SECS, hours * HOUR_SECS
+        check_numbers(down_secs=down_secs)
+        check_numbers(
+            above=True,
+            node_mtbf_hours=node_mtbf_hours,
+            nodes=nodes,
+            hours=hours,
+            shape=shape,
+        )
+        check_integers(nodes=nodes, seed=seed)
+        if shape < _LEAST_SHAPE:
+            raise OptionError(
+                f"shape is {shape!r}, expected {_LEAST_SHAPE} or more\n"
+                "  hint: 0.7 to 0.8 were found for nodes of clusters"
+            )
+        mtbf, secs = float(node_mtbf_hours) * HOUR_SECS, float(hours) * HOUR_SECS
         earlier, rng = _EARLIER * mtbf, np.random.default_rng(seed)
         mean = (earlier + secs) / mtbf
         draws = int(mean + 10 * math.sqrt(mean) / shape) + 1
@@ -197,7 +206,8 @@ def failures_from(
             f"{text!r} is no distribution of failures\n"
             "  expected exponential:HOURS or weibull:HOURS,SHAPE, such as weibull:4000,0.7"
         ) from None
-    nodes = nodes or 1
+    nodes = 1 if nodes is None else nodes
+    check_numbers(above=True, nodes=nodes)
     return Failures.drawn(
         node_mtbf_hours=mtbf,
         nodes=nodes,

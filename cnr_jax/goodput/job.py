@@ -8,10 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from cnr_jax.errors import OptionError
 from cnr_jax.goodput.failures import HOUR_SECS, Failures
 from cnr_jax.goodput.plans import Plan
-from cnr_jax.goodput.profile import Profile
+from cnr_jax.goodput.profile import Profile, check_numbers
 from cnr_jax.repository.description import aligned, amount
 
 # Share of an interval that is no training, but what sums of floats are off by.
@@ -96,8 +95,7 @@ def simulate_job(
     Raises:
         OptionError: if `notice_secs` is no number of 0 or more.
     """
-    if not 0 <= notice_secs < math.inf:
-        raise OptionError(f"notice_secs is {notice_secs!r}, expected 0 or more")
+    check_numbers(notice_secs=notice_secs)
     job = _Job(profile, plan, failures.nodes)
     for begin, end in failures.up:
         job.live(begin, end, fails=end < failures.secs, notice_secs=notice_secs)

@@ -8,6 +8,7 @@ import numpy as np
 
 from cnr_jax.errors import OptionError
 from cnr_jax.goodput.profile import Profile
+from cnr_jax.integers import take_integers
 from cnr_jax.policy import Consecutive, Full, Intermittent, Policy
 from cnr_jax.simulation import Followed, Schedule
 
@@ -40,10 +41,12 @@ class Plan:
     plain: bool = False
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.in_flight < 1:
+        take_integers(self, "every", "in_flight")
+        found = (self.every, self.in_flight)
+        if not all(isinstance(each, int) and each >= 1 for each in found):
             raise OptionError(
-                f"a plan saves every {self.every} steps with {self.in_flight} in flight,"
-                " expected 1 or more of both"
+                f"a plan saves every {self.every!r} steps with {self.in_flight!r} in flight,"
+                " expected integers of 1 or more"
             )
 
     @property

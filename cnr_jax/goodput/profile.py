@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cnr_jax.errors import OptionError
+from cnr_jax.integers import integer
 
 # A number of bytes, or several, and the seconds that follow from them.
 Bytes = TypeVar("Bytes", float, np.ndarray)
@@ -46,7 +48,7 @@ class Seconds:
 
     def __post_init__(self) -> None:
         found = (self.fixed, self.per_byte, self.low, self.high)
-        if not all(_is_number(each) for each in found):
+        if not all(is_number(each) for each in found):
             raise OptionError(f"seconds are finite numbers of 0 or more, got {self}")
 
     def of(self, nbytes: Bytes) -> Bytes:
@@ -117,9 +119,9 @@ class Profile:
             if field.name in _SECONDS:
                 fits = isinstance(value, Seconds) or value is field.default is None
             elif field.name == "in_flight":
-                fits = bool(value) and all(_is_number(e) and e >= 1 for e in value)
+                fits = bool(value) and all(is_number(e) and e >= 1 for e in value)
             else:
-                fits = _is_number(value)
+                fits = is_number(value)
             if not fits:
                 raise OptionError(
                     f"{field.name} of a profile cannot be {value!r}\n"
@@ -217,7 +219,38 @@ class Profile:
         return cls.fromdict(document.get("profile", document))
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is a number of Python, finite and of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return 0 <= value < math.inf
+
+
+def check_numbers(above: bool = False, **values: Any) -> None:
+    """Checks numbers that a program gives, by name.
+
+    Args:
+        above: whether 0 is no such number.
+        values: the numbers.
+
+    Raises:
+        OptionError: if one is no number, not finite, or below 0.
+    """
+    expected = "a number above 0" if above else "a finite number of 0 or more"
+    for what, value in values.items():
+        # Those of numpy count too.
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not real or not is_number(float(value)) or (above and not value):
+            raise OptionError(f"{what} is {value!r}, expected {expected}")
+
+
+def check_integers(**values: Any) -> None:
+    """Checks integers of 0 or more that a program gives, by name.
+
+    Raises:
+        OptionError: if one is something else.
+    """
+    for what, value in values.items():
+        found = integer(value)
+        if found is None or found < 0:
+            raise OptionError(f"{what} is {value!r}, expected an integer of 0 or more")

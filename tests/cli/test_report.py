@@ -113,6 +113,19 @@ def root(tiny_run: Any, first: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first, tmp_path / "root"))
 
 
+def test_prices_of_a_run_that_does_not_tell_and_of_charts(
+    root: Path, tmp_path: Path
+) -> None:
+    prices = Path(__file__).parents[2] / "examples" / "prices.toml"
+    page = report(root, "--prices", prices)
+    assert "cost" not in page.tables and "is not known yet: too few" in page.texts["p"]
+    code, _, err = call("report", root, "-o", tmp_path / "a", "--prices", "none.toml")
+    assert code != 0 and "there is no file of prices" in err
+    svg = call("report", root, "-o", tmp_path / "a.svg", "--svg", "--prices", prices)
+    assert svg[0] != 0 and "--prices is for the page" in svg[2]
+    assert not (tmp_path / "a.svg").exists()
+
+
 def test_a_page_shows_the_saves_of_a_run(root: Path) -> None:
     before = tree(root)
     page = report(root)

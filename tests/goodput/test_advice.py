@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
@@ -263,3 +264,64 @@ def test_percents_are_no_shares() -> None:
         advised(budget=3)
     with pytest.raises(OptionError, match=r"below 1(?s:.*)0\.03 is 3 %"):
         cnr.Options(interval="auto", slowdown=3)
+
+
+def test_failures_are_named_as_on_the_command_line(tmp_path: Path) -> None:
+    trace = Failures.drawn(node_mtbf_hours=4000, nodes=1000, hours=1600, shape=0.7)
+    said = advised(trace="weibull:4000,0.7", nodes=1000)  # type: ignore[arg-type]
+    assert said == advised(trace=trace)
+    path = tmp_path / "mine.csv"
+    path.write_text("secs,nodes\n0,4\n7200,3\n7800,4\n20000,0\n26000,4\n90000,4\n")
+    assert advised(trace=str(path)).mtbf_secs == pytest.approx(41700)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"profile": 5}, "a profile is what manager.profile\\(\\) returns, got int"),
+        ({"failures": 5}, "or a text such as 'exponential:4000', got 5"),
+        ({"failures": "nope"}, "there is no trace of failures nope"),
+        ({"failures": "exponential:1e-9"}, "and a train step takes 0.5 s: no interval"),
+        ({"failures": "exponential:1e-320"}, "no interval is best"),
+        ({"failures": "weibull:4,0.001"}, "shape is 0.001, expected 0.1 or more"),
+        ({"failures": "exponential:4", "nodes": 10**9}, "failures would be drawn"),
+        (
+            {"failures": "exponential:4", "nodes": "8"},
+            "nodes is '8', expected a number",
+        ),
+        (
+            {"failures": "exponential:4", "nodes": 1.5},
+            "nodes is 1.5, expected an integ",
+        ),
+        ({"nodes": 4}, "nodes is 4, but the failures are those of 1 nodes already"),
+        ({"job_hours": "5"}, "job_hours is '5', expected a number above 0"),
+        ({"job_hours": None}, "job_hours is None, expected a number above 0"),
+        ({"budget": True}, "budget is True, expected a number above 0"),
+        (
+            {"notice_secs": -1},
+            "notice_secs is -1, expected a finite number of 0 or more",
+        ),
+        ({"damage": 2}, "the chance of damage is 2, expected a share of 1 at most"),
+        ({"seed": -1}, "seed is -1, expected an integer of 0 or more"),
+        ({"seed": "a"}, "seed is 'a', expected an integer of 0 or more"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_name(
+    given: dict[str, Any], said: str
+) -> None:
+    words = {"profile": SLOW, "failures": TRACE, "job_hours": 5, **given}
+    with pytest.raises(OptionError, match=said):
+        cnr.advise(**words)
+
+
+def test_numbers_of_numpy_are_numbers_and_no_profile_is_no_advice() -> None:
+    given = {"job_hours": np.int64(200), "budget": np.float32(0.03125)}
+    found = advised(**given)
+    assert found == advised(budget=0.03125) and json.dumps(found.asdict())
+    assert cnr.advise(None, TRACE, job_hours=200) is None
+
+
+def test_a_long_job_that_fails_often_is_advised_in_little_memory() -> None:
+    found = advised(trace=Failures.drawn(node_mtbf_hours=1, hours=300), job_hours=1e9)
+    assert found.expected_restores == pytest.approx(1e9, rel=0.2)
+    assert found.best.goodput.low <= found.best.goodput.value

@@ -303,6 +303,23 @@ def test_a_real_run_tells_what_it_took(root: Path) -> None:
     assert document["cost"] == json.loads(json.dumps(cost.asdict()))
 
 
+def test_a_report_tells_what_a_month_costs(root: Path, tmp_path: Path) -> None:
+    prices = Path(__file__).parents[2] / "examples" / "prices.toml"
+    words = ["report", str(root), "-o", str(tmp_path / "run.html")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert 'id="cost"' not in (tmp_path / "run.html").read_text()
+    words += ["--force", "--prices", str(prices), "--accelerators", "8"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    page = (tmp_path / "run.html").read_text()
+    found = cost_of(course_of(cnr.describe(root)), Prices.read(prices), 8)
+    assert found is not None and found.basis in page
+    table = page[page.index('<table id="cost">') :]
+    for name, *figures in found.rows[1:]:
+        row = table[table.index(f">{name}<") :]
+        for figure in figures:
+            assert row.index(f">{figure}<") < row.index("</tr>")
+
+
 def test_a_run_is_a_profile_of_a_simulation(root: Path, tmp_path: Path) -> None:
     words = ["simulate", "--failures", "exponential:1", "--hours", "1", "--profile"]
     result = CliRunner().invoke(app, [*words, str(root), "--json"])

@@ -23,6 +23,7 @@ from cnr_jax.cli.report.panels import (
     restores_of,
     told,
 )
+from cnr_jax.goodput.cost import Cost
 from cnr_jax.goodput.profile import Profile
 from cnr_jax.repository.course import ROWS, Course, Save
 from cnr_jax.repository.description import (
@@ -32,9 +33,15 @@ from cnr_jax.repository.description import (
     step_lines,
 )
 
+# In the place of a cost.
+TOO_FEW = "What a month of training costs is not known yet: too few saves tell."
+
 
 def page_of(
-    course: Course, now: datetime.datetime, profile: Profile | None = None
+    course: Course,
+    now: datetime.datetime,
+    profile: Profile | None = None,
+    cost: Cost | str | None = None,
 ) -> str:
     """HTML page of a run.
 
@@ -42,6 +49,7 @@ def page_of(
         course: course of the run.
         now: time at which it was read, in UTC.
         profile: what its steps and saves take, as far as that was measured.
+        cost: what a month of it costs, or why that is not known; None: nobody asks.
     """
     css, script = style(), _own_file("page.js")
     policy = (
@@ -68,6 +76,7 @@ def page_of(
             *_figures(course, profile),
             *_problems(course.saves),
             *_charts(course),
+            *_cost(cost),
             *_tables(course),
             *_saves(course.saves),
             *_as_text(course),
@@ -152,6 +161,16 @@ def _chart(
     yield "</ul>"
     yield svg.drawn(panel, steps, restores, name)
     yield "</figure>"
+
+
+def _cost(cost: Cost | str | None) -> Iterator[str]:
+    """What a month of training costs."""
+    if cost is None or isinstance(cost, str):
+        yield from () if cost is None else (f"<p>{_text(cost)}</p>",)
+        return
+    (_, *heads), *rows = cost.rows
+    caption = f"A month of training, {cost.basis}"
+    yield from _table("cost", caption, ["", *(f"{h}#" for h in heads)], rows)
 
 
 def _table(

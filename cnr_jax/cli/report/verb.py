@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Force, Item, Output, Root
+from cnr_jax.cli.arguments import Accelerators, AsJson, Force, Item, Output, Root
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 from cnr_jax.texts import count_of
@@ -23,6 +23,11 @@ def report(
     root: Root,
     output: Output,
     svg: Svg = False,
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="A file of TOML with prices: the page tells what it costs."),
+    ] = None,
+    accelerators: Accelerators = 1,
     force: Force = False,
     item: Item = None,
     as_json: AsJson = False,
@@ -30,20 +35,25 @@ def report(
     """Draw a run as a page of HTML, or as SVG, that needs nothing beside it.
 
     Bytes of each save and what plain full saves would take, capacity, the share of rows that
-    changed, seconds, and the chains.
+    changed, seconds, and the chains; with prices also what a month of it costs.
     """
-    from cnr_jax.cli.report.page import page_of
+    from cnr_jax.cli.report.page import TOO_FEW, page_of
     from cnr_jax.cli.report.picture import picture_of
     from cnr_jax.cli.roots import read_root
+    from cnr_jax.goodput.cost import Prices, cost_of
     from cnr_jax.goodput.measurements import read_measurements
     from cnr_jax.repository.course import course_of
 
     _check_output(output, root, force)
+    known = None if prices is None else Prices.read(prices)
+    if known is not None and svg:
+        raise typer.BadParameter("--svg draws charts alone: --prices is for the page")
     course = course_of(read_root(root, item))
     now = datetime.datetime.now(tz=datetime.UTC)
     measured = None if svg else read_measurements(course.root.root)
     profile = measured and measured.profile()
-    drawn = picture_of(course) if svg else page_of(course, now, profile)
+    priced = known and (cost_of(course, known, accelerators) or TOO_FEW)
+    drawn = picture_of(course) if svg else page_of(course, now, profile, priced)
     return _written(output, drawn.encode(), force, len(course.saves), as_json)
 
 
