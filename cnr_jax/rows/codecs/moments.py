@@ -17,7 +17,7 @@ Differs from Check-N-Run in: it treats the slots of sparse optimizers alone, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,8 +47,14 @@ _ROOT_BITS = 16
 # Where nu reads as zero, mu does up to here: over the least root that is divided by, Adam's
 # epsilon of 1e-8, it moves an element by a ten thousand millionth of the rate.
 _NO_MEAN = 2.0**-60
-# Roots below are of gradients that are well below one.
-_SMALL_ROOT = 0.1
+# Roots below are of gradients that are well below one; and so many elements tell what they are of.
+_SMALL_ROOT, _LEAST_BESIDE = 0.1, 64
+# What is found of elements, and then of rows.
+_BAD, _KNOWN, _FAR = 1, 2, 4
+# Further than all places.
+_BEYOND = 1 << 30
+# Values that are told apart by comparisons.
+_FEW = 8
 # Rows whose motion tells how far centres move, and places that they move at most.
 _SHIFT_ROWS, _SHIFTS = 512, 512
 # A prime by which places of rows are multiplied.
@@ -121,35 +127,36 @@ class Octave:
             centre: int16[rows, 1], their centres.
         """
         check_dtype(rows.dtype)
-        bits = lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.int32)
-        size = bits & jnp.int32(0x7FFFFFFF)
-        zero = size < _LEAST_NORMAL
-        escaped = ((bits < 0) & ~zero) | (size >= 255 << _MANTISSA_BITS)
-        places = jnp.where(zero | escaped, 0.0, self._places_of(size))
-        escaped |= jnp.round(places) >= (_HIGHEST + 1) * self.places
-        was_zero, old = below == 0, _place(below, centre)
-        known = ~was_zero.all(axis=1, keepdims=True)
-        moved = places - old
-        shift = _commonest(moved, ~(zero | was_zero | escaped))
-        if rows.shape[1] == 1:
-            shift, found = jnp.int32(0), jnp.zeros(centre.shape, jnp.int32)
-        else:
-            count = jnp.maximum((~zero).sum(axis=1, keepdims=True), 1)
-            mean = jnp.where(zero, 0.0, places).sum(axis=1, keepdims=True) / count
-            found = jnp.round(mean).astype(jnp.int32)
-            moves = centre.astype(jnp.int32) + shift
-            found = jnp.where(known, moves, found).astype(jnp.int16).astype(jnp.int32)
-        off = jnp.round(places).astype(jnp.int32) - found
+        some = _some(len(rows))
+        shift = self._shift(rows[some], below[some], centre[some])
+        places, zero, bad = self._placed(rows)
+        whole = jnp.round(places).astype(jnp.int32)
+        was_zero, moved = below == 0, places - _place(below, centre) - shift
+        near = jnp.where(zero | was_zero, zero == was_zero, jnp.abs(moved) <= 1)
+        flags = bad * _BAD + ~was_zero * _KNOWN + ~near * _FAR
+        flags, count, total, low, high = _reduced(
+            flags,
+            (~zero).astype(jnp.int32),
+            places,
+            jnp.where(zero, _BEYOND, whole),
+            jnp.where(zero, -_BEYOND, whole),
+        )
+        known, keeps = flags & _KNOWN > 0, flags & (_KNOWN | _FAR) == _KNOWN
+        found = jnp.zeros(len(rows), jnp.int32)
+        if rows.shape[1] > 1:
+            mean = jnp.round(total / jnp.maximum(count, 1)).astype(jnp.int32)
+            moves = centre[:, 0].astype(jnp.int32) + shift
+            found = jnp.where(known, moves, mean).astype(jnp.int16).astype(jnp.int32)
+        most = np.iinfo(np.int16).max
+        beyond = (high - found >= most) | (low - found < -most)
+        lost = (flags & _BAD > 0) | (beyond & ~keeps & (count > 0))
+        off = whole - found[:, None]
         integers = jnp.where(zero, 0, off + (off >= 0))
-        near = jnp.where(zero | was_zero, zero == was_zero, jnp.abs(moved - shift) <= 1)
-        keeps = known & near.all(axis=1, keepdims=True)
-        integers = jnp.where(keeps, below, integers)
-        escaped |= jnp.abs(integers) > np.iinfo(np.int16).max
-        lost = escaped.any(axis=1)
+        integers = jnp.where(keeps[:, None], below, integers)
         integers = jnp.where(lost[:, None], 0, integers).astype(jnp.int16)
         parts = {"integers": integers}
         if rows.shape[1] > 1:
-            parts["centre"] = jnp.where(lost[:, None], 0, found).astype(jnp.int16)
+            parts["centre"] = jnp.where(lost, 0, found)[:, None].astype(jnp.int16)
         return Encoded(parts, lost)
 
     def decode(
@@ -173,12 +180,25 @@ class Octave:
         """The parts of rows, given differences and what lies below."""
         return {name: part + below[name] for name, part in layer.items()}
 
-    def _places_of(self, bits: jax.Array) -> jax.Array:
-        """Places, not rounded, of positive numbers given by their bits."""
-        octave = (bits >> _MANTISSA_BITS) - 127
-        one = (bits & (_LEAST_NORMAL - 1)) | _ONE
+    def _placed(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Places, not rounded, which elements are zeros, and which have none."""
+        bits = lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.int32)
+        size = bits & jnp.int32(0x7FFFFFFF)
+        zero = size < _LEAST_NORMAL
+        bad = ((bits < 0) & ~zero) | (size >= 255 << _MANTISSA_BITS)
+        one = (size & (_LEAST_NORMAL - 1)) | _ONE
         mantissa = lax.bitcast_convert_type(one, jnp.float32)
-        return (octave.astype(jnp.float32) + jnp.log2(mantissa)) * self.places
+        octave = ((size >> _MANTISSA_BITS) - 127).astype(jnp.float32)
+        places = jnp.where(zero | bad, 0.0, (octave + jnp.log2(mantissa)) * self.places)
+        return places, zero, bad | (jnp.round(places) >= (_HIGHEST + 1) * self.places)
+
+    def _shift(self, rows: jax.Array, below: jax.Array, centre: jax.Array) -> jax.Array:
+        """The whole number of places by which most elements have moved, int32."""
+        if rows.shape[1] == 1:
+            return jnp.int32(0)
+        places, zero, bad = self._placed(rows)
+        counts = ~(zero | bad | (below == 0))
+        return _commonest(places - _place(below, centre), counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +280,20 @@ class Unit:
         held = jnp.where(
             known, jnp.abs(counts) <= np.iinfo(np.int8).max, jnp.abs(x) <= _NO_MEAN
         )
-        escaped = ~(finite & held).all(axis=1) | _are_beside_largest(x, root)
+        # Whether what has these roots are no squares of gradients, but the largest of them: no
+        # mean is above those. Beside squares most are far above, while gradients are below one.
+        largest = jnp.square(root)
+        size = jnp.where(known & (root < _SMALL_ROOT), jnp.abs(x), 0)
+        above = size > largest * 1.5
+        near = (size > largest / 64) & ~above
+        flags, near, sized = _reduced(
+            ~(finite & held) * _BAD + above * _FAR,
+            near.astype(jnp.int32),
+            (size > 0).astype(jnp.int32),
+        )
+        most = jnp.maximum(sized.sum() / 2, _LEAST_BESIDE)
+        beside_largest = (near.sum() >= most) & ~(flags & _FAR > 0).any()
+        escaped = (flags & _BAD > 0) | beside_largest
         kept = known & ~escaped[:, None]
         integers = jnp.where(kept, counts, 0).astype(jnp.int8)
         parts = {"integers": integers, "octaves": octaves}
@@ -295,16 +328,24 @@ class Unit:
         return {**layer, **sums}
 
 
-def _are_beside_largest(x: jax.Array, root: jax.Array) -> jax.Array:
-    """Whether what has these roots are no squares of gradients, but the largest of them.
+def _reduced(
+    flags: jax.Array, count: jax.Array, total: jax.Array, *bounds: jax.Array
+) -> Sequence[jax.Array]:
+    """Reduces each over each row: flags of any, two sums, and least and greatest; in one loop.
 
-    No mean is above those. Beside squares most are far above, while gradients are below one.
+    XLA's CPU backend would compute anew for each what they have in common.
     """
-    largest = jnp.square(root)
-    size = jnp.where((root > 0) & (root < _SMALL_ROOT), jnp.abs(x), 0)
-    near = (size > largest / 64) & (size <= largest * 1.5)
-    above = size > largest * 1.5
-    return (near.sum() >= jnp.maximum((size > 0).sum() / 2, 64)) & ~above.any()
+
+    def meet(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        found = a[0] | b[0], a[1] + b[1], a[2] + b[2]
+        if bounds:
+            found += jnp.minimum(a[3], b[3]), jnp.maximum(a[4], b[4])
+        return found
+
+    terms = flags, count, total, *bounds
+    start = (0, 0, 0, _BEYOND, -_BEYOND)[: len(terms)]
+    first = [np.array(x, term.dtype) for x, term in zip(start, terms, strict=True)]
+    return lax.reduce(terms, tuple(first), meet, (1,))
 
 
 def _places_parts(dim: int, integers: str) -> dict[str, Part]:
@@ -340,10 +381,20 @@ def _power(
     place = _place(integers, centre)
     # What no encoder writes must not read as another number of another platform.
     place = jnp.clip(place, _LOWEST * per_octave, (_HIGHEST + 1) * per_octave - 1)
-    octave = (place // per_octave) << _MANTISSA_BITS
-    found = jnp.asarray(_mantissas(per_octave, bits))[place % per_octave] + octave
+    octave = (place >> (per_octave.bit_length() - 1)) << _MANTISSA_BITS
+    found = _looked_up(_mantissas(per_octave, bits), place & (per_octave - 1)) + octave
     found = jnp.where(integers == 0, 0, found)
     return lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _looked_up(values: np.ndarray, at: jax.Array) -> jax.Array:
+    """Some of few values, which is faster without a table."""
+    if len(values) > _FEW:
+        return jnp.asarray(values)[at]
+    found = jnp.full(at.shape, values[0])
+    for i, value in enumerate(values[1:], start=1):
+        found = jnp.where(at == i, value, found)
+    return found
 
 
 @functools.cache
@@ -357,11 +408,13 @@ def _mantissas(per_octave: int, bits: int) -> np.ndarray:
     return (np.round(found * steps) / steps).astype(np.float32).view(np.int32)
 
 
+def _some(rows: int) -> np.ndarray:
+    """Some of the rows, not evenly spread, as rows that were looked up may be."""
+    return np.arange(min(rows, _SHIFT_ROWS)) * _SPREAD % max(rows, 1)
+
+
 def _commonest(moved: jax.Array, counts: jax.Array) -> jax.Array:
-    """The whole number of places by which most elements have moved, int32; of a sample of rows."""
-    # Not evenly spread, as rows that were looked up may be.
-    some = np.arange(min(len(moved), _SHIFT_ROWS)) * _SPREAD % max(len(moved), 1)
-    moved, counts = moved[some], counts[some]
+    """The whole number nearest to most of those that count, int32."""
     whole = jnp.clip(jnp.round(moved), -_SHIFTS, _SHIFTS).astype(jnp.int32) + _SHIFTS
     votes = jnp.bincount(
         jnp.where(counts, whole, 2 * _SHIFTS + 1).ravel(), length=2 * _SHIFTS + 1

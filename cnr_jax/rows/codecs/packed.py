@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import math
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -32,10 +33,10 @@ _MOST = 15
 # Integers that learn a class more: each costs the tables of its streams.
 _LEARNT_ELEMENTS = 1 << 13
 # Integers are told apart up to this magnitude; rows of which classes are learnt, and rounds.
-_TAIL, _SAMPLE_ROWS, _ROUNDS = 7, 1 << 14, 8
-# Rows whose integers are counted, or turned round, while they are in the cache; columns are so many
-# bytes longer than they need, as lengths of powers of two share lines of it.
-_COUNTED_ROWS, _TURNED_ROWS, _APART_BYTES = 4096, 512, 64
+_TAIL, _SAMPLE_ROWS, _ROUNDS = 7, 1 << 12, 12
+# Integers that are counted, and rows that are turned round, while they are in the cache; columns
+# are so many bytes longer than they need, as lengths of powers of two share lines of it.
+_COUNTED_ELEMENTS, _TURNED_ROWS, _APART_BYTES = 1 << 18, 512, 64
 # Share of integers that may not fit their symbols.
 _ESCAPES = {2: 0.02, 4: 0.03, 8: 0.01}
 _LEVEL = 1
@@ -54,18 +55,23 @@ def pack_rows(rows: np.ndarray) -> bytes:
     Raises:
         OptionError: if zstandard is not installed.
     """
-    classes, columns = _classes(rows), _groups(rows)
-    order = np.argsort(classes, kind="stable")
-    turned = _turned(rows, order)
-    ends = np.cumsum(np.bincount(classes, minlength=_MOST + 1))
+    count, width = rows.shape
+    item, rows = rows.dtype, _narrow(np.ascontiguousarray(rows))
+    alive = np.flatnonzero(_are_alive(rows))
+    classes, columns = np.zeros(count, np.uint8), np.zeros(width, np.uint8)
+    if len(alive):
+        if len(alive) < count:
+            rows = _taken(rows, alive)
+        found, columns = _classes(rows), _groups(rows)
+        classes[alive] = found
+        turned = _turned(rows, np.argsort(found, kind="stable"))
     groups = int(columns.max()) + 1
     squeezed = _compressed(_nibbles(classes))
-    out = [_HEADER.pack(rows.shape[1], groups, int(classes.max()), len(squeezed))]
+    out = [_HEADER.pack(width, groups, int(classes.max()), len(squeezed))]
     out += [_nibbles(columns).tobytes()] * (groups > 1) + [squeezed]
-    for first, last in itertools.pairwise(ends.tolist()):
-        for group in range(groups) if first < last else ():
-            part = turned[columns == group, first:last].reshape(-1)
-            out += _stream(part)
+    for first, last in _ranges(classes[alive]):
+        for group in range(groups):
+            out += _stream(turned[columns == group, first:last].reshape(-1), item)
     return b"".join(out)
 
 
@@ -93,57 +99,97 @@ def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> np.
     classes = _unnibbled(_decompressed(reader.take(size), -(-rows // 2)), rows)
     if columns.max(initial=0) >= groups or classes.max(initial=0) > most:
         raise _wrong("a class or a group that is not there")
-    ends = np.cumsum(np.bincount(classes, minlength=_MOST + 1))
-    turned = _columns(rows, width, dtype)
-    turned[:, : ends[0]] = 0
-    for first, last in itertools.pairwise(ends.tolist()):
-        for group in range(groups) if first < last else ():
+    alive = np.flatnonzero(classes)
+    classes = classes[alive]
+    turned = _columns(len(alive), width, np.dtype(np.int8))
+    for first, last in _ranges(classes):
+        for group in range(groups):
             ours = np.flatnonzero(columns == group)
-            part = _unstream(reader, len(ours) * (last - first), turned.dtype)
+            part = _unstream(reader, len(ours) * (last - first), dtype)
+            if part.itemsize > turned.itemsize:
+                turned = turned.astype(dtype)
             turned[ours, first:last] = part.reshape(len(ours), -1)
     if reader.left:
         raise _wrong(f"{reader.left} bytes more than its streams take")
-    out = np.empty((rows, width), dtype)
-    order, items = np.argsort(classes, kind="stable"), _items(out)
-    for start in range(0, rows, _TURNED_ROWS):
+    out = np.zeros((rows, width), dtype)
+    order, items = alive[np.argsort(classes, kind="stable")], _items(out)
+    for start in range(0, len(alive), _TURNED_ROWS):
         some = slice(start, start + _TURNED_ROWS)
-        items[order[some]] = _items(np.ascontiguousarray(turned[:, some].T))
+        block = np.ascontiguousarray(turned[:, some].T).astype(dtype, copy=False)
+        items[order[some]] = _items(block)
     return out
 
 
 # Classes and groups.
 
 
+def _narrow(rows: np.ndarray) -> np.ndarray:
+    """Rows as int8, if all integers fit symbols of 8 bits: of half the bytes."""
+    if rows.itemsize > 1 and max(-int(rows.min()), int(rows.max())) < 1 << 7:
+        return rows.astype(np.int8)
+    return rows
+
+
+def _are_alive(rows: np.ndarray) -> np.ndarray:
+    """Whether each row has an integer that is not zero."""
+    size = math.gcd(rows.strides[0], 8)
+    words, found = rows.view(f"u{size}"), np.empty(len(rows), np.bool_)
+    for some in _blocks(rows):
+        block = words[some]
+        ored = block[:, 0].copy()
+        for word in block.T[1:]:
+            ored |= word
+        found[some] = ored != 0
+    return found
+
+
+def _blocks(rows: np.ndarray) -> Iterator[slice]:
+    """Rows that are counted at once."""
+    at_once = max(_TURNED_ROWS, _COUNTED_ELEMENTS // rows.shape[1])
+    return (slice(i, i + at_once) for i in range(0, len(rows), at_once))
+
+
+def _ranges(classes: np.ndarray) -> Iterator[tuple[int, int]]:
+    """First and last of the rows of each class that there is, were they in its order."""
+    ends = np.cumsum(np.bincount(classes, minlength=_MOST + 1)).tolist()
+    return ((a, b) for a, b in itertools.pairwise(ends) if a < b)
+
+
 def _classes(rows: np.ndarray) -> np.ndarray:
-    """Class of each row, uint8: 0 where all integers are zero."""
+    """Class of each row, uint8, from 1."""
     count, width = rows.shape
     classes = min(CLASSES, 1 + count * width // _LEARNT_ELEMENTS)
     found = np.ones(count, np.uint8)
-    learnt: tuple[np.ndarray, np.ndarray] | None = None
     if classes > 1:
         step = -(-count // _SAMPLE_ROWS)
         learnt = _learnt(_counts(rows[::step]), classes)
-    for start in range(0, count, _COUNTED_ROWS):
-        some = slice(start, start + _COUNTED_ROWS)
-        if learnt is not None:
-            found[some] = 1 + _cheapest(_counts(rows[some]), *learnt)
-        found[some][~rows[some].any(axis=1)] = 0
+        for some in _blocks(rows):
+            found[some] += _cheapest(_counts(rows[some]), *learnt)
     return found
 
 
 def _counts(rows: np.ndarray) -> np.ndarray:
     """How often each integer from -7 to 7 is in each row, float32[15, rows]; larger ones as 7."""
-    turned = _turned(np.clip(rows, -_TAIL, _TAIL).astype(np.int8))
+    turned = _turned(
+        rows if rows.itemsize == 1 else np.clip(rows, -_TAIL, _TAIL).astype(np.int8)
+    )
     dtype = np.uint8 if len(turned) < 256 else np.uint32
     found = np.empty((2 * _TAIL + 1, turned.shape[1]), np.float32)
     for i, value in enumerate(range(-_TAIL, _TAIL + 1)):
-        equal = (turned == np.int8(value)).view(np.uint8)
+        compare = (
+            np.equal
+            if abs(value) < _TAIL
+            else np.less_equal
+            if i == 0
+            else np.greater_equal
+        )
+        equal = compare(turned, np.int8(value)).view(np.uint8)
         found[i] = np.add.reduce(equal, axis=0, dtype=dtype)
     return found
 
 
 def _learnt(counts: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bits of each integer in each class, float32[classes, 15], and of the class itself.
+    """Costs of each integer in each class, float32[classes, 15], and of the class itself.
 
     By expectation maximization with hard assignments, from classes of equally many rows by the
     sum of their magnitudes.
@@ -151,23 +197,24 @@ def _learnt(counts: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.abs(np.arange(-_TAIL, _TAIL + 1, dtype=np.float32)) @ counts
     bounds = np.quantile(sizes, np.linspace(0, 1, classes + 1)[1:-1])
     of = np.searchsorted(bounds, sizes)
+    width = counts[:, 0].sum()
     for _ in range(_ROUNDS):
         member = (of == np.arange(classes)[:, None]).astype(np.float32)
         sums, rows = member @ counts.T + 0.5, member.sum(axis=1) + 0.5
         bits = -np.log2(sums / sums.sum(axis=1, keepdims=True))
         own = -np.log2(rows / rows.sum())
+        # Whole numbers below 2**24, the class in their lowest bits: a minimum tells it.
+        scale = np.float32(2**23 / (width * bits.max() + own.max()) // CLASSES)
+        bits = np.round(bits * scale) * CLASSES
+        own = np.round(own * scale) * CLASSES + np.arange(classes, dtype=np.float32)
         of = _cheapest(counts, bits, own)
     return bits, own
 
 
-def _cheapest(counts: np.ndarray, bits: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """The class in which each row takes the fewest bits."""
-    costs = bits @ counts + own[:, None]
-    best, least = np.zeros(counts.shape[1], np.uint8), costs[0]
-    for i, cost in enumerate(costs[1:], start=1):
-        best[cost < least] = i
-        least = np.minimum(cost, least)
-    return best
+def _cheapest(counts: np.ndarray, costs: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """The class in which each row costs least, uint8."""
+    least = np.minimum.reduce(costs @ counts + own[:, None], axis=0)
+    return (least.astype(np.int32) & CLASSES - 1).astype(np.uint8)
 
 
 def _groups(rows: np.ndarray) -> np.ndarray:
@@ -189,13 +236,21 @@ def _turned(rows: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
     found = _columns(count, width, rows.dtype)
     for start in range(0, count, _TURNED_ROWS):
         some = slice(start, start + _TURNED_ROWS)
-        found[:, some] = rows[some if order is None else order[some]].T
+        if order is None:
+            found[:, some] = rows[some].T
+        else:
+            found[:, some] = _taken(rows, order[some]).T
     return found
 
 
 def _columns(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
     """Room for columns of so many rows, `[width, rows]`."""
     return np.empty((width, rows + _APART_BYTES // dtype.itemsize), dtype)[:, :rows]
+
+
+def _taken(rows: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Some of the rows."""
+    return _items(rows)[at].view(rows.dtype).reshape(-1, rows.shape[1])
 
 
 def _items(rows: np.ndarray) -> np.ndarray:
@@ -206,17 +261,17 @@ def _items(rows: np.ndarray) -> np.ndarray:
 # Streams.
 
 
-def _stream(values: np.ndarray) -> Iterator[bytes]:
-    """A header, symbols, and what does not fit them."""
-    whole = 8 * values.itemsize
+def _stream(values: np.ndarray, item: np.dtype) -> Iterator[bytes]:
+    """A header, symbols, and what does not fit them, of integers that are stored as `item`."""
+    whole, unsigned = 8 * item.itemsize, np.dtype(f"u{values.itemsize}")
+    sizes = np.abs(values).view(unsigned)
     for bits, share in _ESCAPES.items():
         largest = (1 << bits - 1) - 1
-        symbols = values + values.dtype.type(largest)
-        symbols = symbols.view(f"u{values.itemsize}")
-        over = symbols > 2 * largest
+        over = sizes > largest
         if bits < whole and np.count_nonzero(over) <= share * len(values):
-            rest = values[over]
-            symbols = np.minimum(symbols, 2 * largest + 1).astype(np.uint8)
+            rest = values[over].astype(item)
+            symbols = values.view(unsigned) + unsigned.type(largest)
+            symbols = np.minimum(symbols, 2 * largest + 1).astype(np.uint8, copy=False)
             packed = _packed(symbols, bits)
             break
     else:
@@ -228,6 +283,7 @@ def _stream(values: np.ndarray) -> Iterator[bytes]:
 
 
 def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
+    """Integers that were stored as a dtype; as int8 where they fit."""
     bits, size, escaped = reader.struct(_STREAM)
     whole = 8 * dtype.itemsize
     if bits == whole and not escaped:
@@ -237,21 +293,32 @@ def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
     if bits not in _ESCAPES or bits >= whole:
         raise _wrong(f"a stream of {bits} bits")
     packed = _decompressed(reader.take(size), -(-count * bits // 8))
-    values = _symbols(bits, dtype)[packed].reshape(-1).view(dtype)[:count]
+    values = _unpacked(packed, bits)[:count]
     if escaped:
-        over = np.flatnonzero(values == (1 << bits - 1))
+        # Of 8 bits -128, which is no other symbol.
+        over = np.flatnonzero(values.view(np.uint8) == (1 << bits - 1))
         rest = _decompressed(reader.take(escaped), len(over) * dtype.itemsize)
-        values[over] = _unplaned(rest, dtype)
+        found = _unplaned(rest, dtype)
+        if not np.array_equal(found, found.astype(np.int8)):
+            values = values.astype(dtype)
+        values[over] = found
     return values
 
 
+def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """The integers of bytes of symbols, int8."""
+    if bits == 8:
+        return (packed - np.uint8(127)).view(np.int8)
+    return _symbols(bits)[packed].reshape(-1).view(np.int8)
+
+
 @functools.cache
-def _symbols(bits: int, dtype: np.dtype) -> np.ndarray:
+def _symbols(bits: int) -> np.ndarray:
     """The integers of each byte of symbols, as one item."""
     shifts = np.arange(0, 8, bits)
     codes = np.arange(256)[:, None] >> shifts & (1 << bits) - 1
-    values = (codes - ((1 << bits - 1) - 1)).astype(dtype)
-    return values.view(f"V{values.shape[1] * dtype.itemsize}")
+    values = (codes - ((1 << bits - 1) - 1)).astype(np.int8)
+    return values.view(f"V{values.shape[1]}")
 
 
 def _packed(symbols: np.ndarray, bits: int) -> np.ndarray:
@@ -259,7 +326,8 @@ def _packed(symbols: np.ndarray, bits: int) -> np.ndarray:
     if bits == 8:
         return symbols
     size = -(-len(symbols) * bits // 8)
-    symbols = np.concatenate([symbols, np.zeros(-len(symbols) % 4, np.uint8)])
+    if len(symbols) % 4:
+        symbols = np.concatenate([symbols, np.zeros(-len(symbols) % 4, np.uint8)])
     if bits == 4:
         words = symbols.view("<u2")
         return (words | words >> 4).astype(np.uint8)[:size]
