@@ -16,8 +16,8 @@ from cnr_jax.repository.replay.dense_tiles import TiledDense
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.repository.store import digest_file, digest_of
-from cnr_jax.repository.store.arrays import KeptChunks
 from cnr_jax.repository.store.checked import mistakable_files
+from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.state.table import nest
 
 

@@ -86,6 +86,7 @@ ARRAYS = (
     "store.array_specs",
     "store.arrays",
     "store.in_memory",
+    "store.kept_chunks",
     "store.packed_arrays",
     "store.plain_arrays",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax.format.tiles import ProcessManifest, load_process
 from cnr_jax.repository.parent_rows import ParentRows
-from cnr_jax.repository.replay.encoded import Target
+from cnr_jax.repository.replay.encoded import Merged, Target
 from cnr_jax.repository.replay.regions import WantedLeaf
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.step_reader import open_chain
@@ -130,21 +129,19 @@ class Run:
                 assert got[name][row].tobytes() == truth[name][row].tobytes()
         return got
 
-    def leaf_target(self, leaf: str) -> Callable[[], object]:
-        """Function that reads a leaf of step 1 alone."""
-
-        def read() -> object:
-            chain = open_chain(epath.Path(self.root), "1", "default")
-            entry = chain[-1].tables["t"]
-            layout = layout_from(entry.layout.name, entry.layout.configuration)
-            target = Target(
-                rows=entry.rows, layout=layout, padded_rows=entry.padded_rows
+    def merged(self, step: int, *leaves: str) -> list[Merged]:
+        """Leaves of a step as one restore reads them, still encoded."""
+        chain = open_chain(epath.Path(self.root), f"{step}", "default")
+        entry = chain[-1].tables["t"]
+        layout = layout_from(entry.layout.name, entry.layout.configuration)
+        target = Target(rows=entry.rows, layout=layout, padded_rows=entry.padded_rows)
+        dtypes = [chain[-1].dtypes["t", leaf] for leaf in leaves]
+        return [
+            WantedLeaf(chain, "t", leaf, target, dtype, dtype).merged(
+                ((0, ROWS), (0, DIM))
             )
-            dtype = chain[-1].dtypes["t", leaf]
-            wanted = WantedLeaf(chain, "t", leaf, target, dtype, dtype)
-            return wanted.merged(((0, ROWS), (0, DIM)))
-
-        return read
+            for leaf, dtype in zip(leaves, dtypes, strict=True)
+        ]
 
     def process(self, step: int) -> ProcessManifest:
         item = self.root / str(step) / "default"
@@ -259,9 +256,24 @@ def test_moments_on_other_rows_are_refused(
     run.check(0)
     # Of the means too, which are read by themselves.
     for leaf in (MU, NU):
-        target = run.leaf_target(leaf)
         with pytest.raises(cnr.errors.IntegrityError, match="do not belong"):
-            target()
+            run.merged(1, leaf)
+
+
+def test_squares_are_added_up_once_for_both_moments(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.open() as manager:
+        for _ in range(4):
+            run.save(manager)
+            run.train()
+    mu, nu = run.merged(3, MU, NU)
+    assert nu.parts["integers"] is mu.parts["octaves"]
+    assert nu.parts["centre"] is mu.parts["centre"]
+    for leaf, found in ((MU, mu), (NU, nu)):
+        (alone,) = run.merged(3, leaf)
+        assert alone.parts.keys() == found.parts.keys()
+        for name, part in alone.parts.items():
+            np.testing.assert_array_equal(part, found.parts[name])
 
 
 @pytest.mark.parametrize("spec", [P("r", "c"), P(None, "c")])

@@ -27,7 +27,7 @@ from cnr_jax.integers import integer, take_integers
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.reading import of_step
 from cnr_jax.repository.step_reader import open_chain
-from cnr_jax.repository.store.arrays import KeptChunks
+from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.rows.tiling import own_settings
 from cnr_jax.state.table import few, flatten_paths
 

@@ -32,8 +32,8 @@ from cnr_jax.repository.step import (
     uuid_of_step,
 )
 from cnr_jax.repository.step_reader import StepReader, open_chain
-from cnr_jax.repository.store.arrays import KeptChunks
 from cnr_jax.repository.store.checked import about
+from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.state.layouts import Identity, layout_from
 from cnr_jax.state.table import few

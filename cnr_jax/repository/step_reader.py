@@ -22,11 +22,12 @@ from cnr_jax.format.tiles import RowIds, Segment, Tile
 from cnr_jax.repository.index.resolve import resolve_chain
 from cnr_jax.repository.step import read_processes, without_collections
 from cnr_jax.repository.store import AnyPath, asking_once, store_of
-from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
+from cnr_jax.repository.store.arrays import ArrayReader
 from cnr_jax.repository.store.checked import (
     about,
     numpy_dtype,
 )
+from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.rows.codecs import Codec, Part, codec_from
 
 

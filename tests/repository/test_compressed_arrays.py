@@ -14,8 +14,9 @@ import tensorstore as ts
 from cnr_jax import errors
 from cnr_jax.format.tiles import ArrayEntry
 from cnr_jax.repository.store import arrays
-from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter, KeptChunks
+from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter
 from cnr_jax.repository.store.checked import numpy_dtype
+from cnr_jax.repository.store.kept_chunks import KeptChunks
 
 from ..conftest import unpack
 

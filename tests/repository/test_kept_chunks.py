@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cnr_jax.repository.store.arrays import KeptChunks
+from cnr_jax.repository.store.kept_chunks import KeptChunks
 
 
 def test_chunks_are_read_once_until_there_is_no_room() -> None:

@@ -48,6 +48,9 @@ class Target:
     _origins: dict[Any, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
+    _sums: dict[Any, tuple[np.ndarray, ...]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
     # By the entry, which is asked about for each segment of each leaf: it cannot be hashed.
     _unmoved: dict[int, tuple[TableEntry, int | None]] = dataclasses.field(
         default_factory=dict, init=False, repr=False
@@ -70,6 +73,16 @@ class Target:
         if (entry.rows, entry.padded_rows) == (self.rows, self.padded_rows):
             return self.padded_rows
         return min(entry.rows, self.rows) if saved == Identity() else None
+
+    def keep_sums(self, sources: object, sums: tuple[np.ndarray, ...]) -> None:
+        """Keeps parts of a region that another leaf shares, by what they were added up from."""
+        if len(self._sums) == _KEPT_REGIONS:
+            self._sums.clear()
+        self._sums[sources] = sums
+
+    def take_sums(self, sources: object) -> tuple[np.ndarray, ...] | None:
+        """Parts that were kept, once: two leaves share them."""
+        return self._sums.pop(sources, None)
 
     def origins(
         self, entry: TableEntry, rows: tuple[int, int]
@@ -295,6 +308,17 @@ class Held:
     def adds(self) -> bool:
         """Whether the rows are added to those before them, rather than replace them."""
         return self.segment.below is not None
+
+    def sources(self, parts: Sequence[str]) -> object:
+        """What some parts of the rows come from: equal where another leaf has these parts too."""
+        refs = tuple(self.segment.parts.get(name) for name in parts)
+        return (
+            id(self.reader),
+            self.process,
+            self.segment.row_ids,
+            self.segment.below,
+            refs,
+        )
 
     @property
     def is_whole(self) -> bool:

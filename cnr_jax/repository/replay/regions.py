@@ -31,6 +31,7 @@ from cnr_jax.repository.replay.encoded import (
     Target,
     as_array,
     held_rows,
+    length,
     picked,
     shared_columns,
     split_columns,
@@ -107,7 +108,17 @@ class WantedLeaf:
         held, empty, rows = self.held(box), self.empty(box), box[0][1] - box[0][0]
         if main is None:
             main = self._main(held, box)
-        parts = main.room(rows, aligned_empty)
+        # Squares and means share parts, which are added up for the first of both leaves.
+        names = [n for n in getattr(main.codec, "summed", ()) if n in main.parts]
+        mine = [each.sources(names) for each in held if each.encoding == main]
+        sources = box, main.columns, tuple(mine)
+        known = None
+        if len(names) == len(main.parts):
+            known = self.target.take_sums(sources)
+        if known is not None:
+            parts = dict(zip(names, known, strict=True))
+        else:
+            parts = main.room(rows, aligned_empty)
         covered = sum(each.count for each in held if each.first)
         owners = _Owners(rows, covered, len(held))
         queue = _Queue()
@@ -115,15 +126,18 @@ class WantedLeaf:
         for each in held:
             if each.encoding == main:
                 owners.claim(each.at, 0)
-                if each.adds:
-                    queue.drain()
-                    if each.is_whole:
-                        each.check_below({n: p[each.at] for n, p in parts.items()})
-                queue.extend(_readings(each, parts, direct=each.first))
+                if known is not None:
+                    pass  # with the other leaf
+                elif each.adds:
+                    queue.extend(_addings(each, parts))
+                else:
+                    queue.extend(_readings(each, parts, direct=each.first))
             else:
                 others.append(each)
                 owners.claim(each.at, len(others))
         queue.drain()
+        if any(part.shared for part in main.parts.values()):
+            self.target.keep_sums(sources, tuple(parts[name] for name in names))
         patches = _patches(others, owners)
         left = owners.unclaimed()
         if len(left) and self.own is None:
@@ -348,14 +362,65 @@ def _readings(
     for start, stop, pick, at in _blocks(held.index, held.at, step):
         if not direct and not isinstance(at, slice):
             pick, at = _kept(pick, at)
-        block: dict[str, Callable[[], np.ndarray]] = {}
-        for name, part in held.stored.parts.items():
-            array, offset = held.reader.part(held.process, held.segment, name, part)
-            first, last = (offset + row * part.width for row in (start, stop))
-            out = parts[name][at].reshape(-1) if direct else None
-            block[name] = array.start(first, last, out)
+        block = _started(held, start, stop, parts, at if direct else None)
         put = functools.partial(_put, block, held, parts, None if direct else pick, at)
         yield (stop - start) * row_bytes, put
+
+
+def _addings(
+    held: Held, parts: Mapping[str, np.ndarray]
+) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Starts to read rows that are added, as `_readings`; what lies below them is checked first."""
+    below: dict[str, np.ndarray] = {}
+
+    def check() -> None:
+        below.update((name, _taken(part, held.at)) for name, part in parts.items())
+        if held.is_whole:
+            held.check_below(below)
+
+    yield 0, check
+    done, row_bytes = 0, held.stored.row_bytes
+    for start, stop, pick, at in _blocks(held.index, held.at, BLOCK_BYTES // row_bytes):
+        block, some = _started(held, start, stop), slice(done, done + length(at))
+        put = functools.partial(_add, block, held, parts, below, some, pick, at)
+        yield (stop - start) * row_bytes, put
+        done = some.stop
+
+
+def _started(
+    held: Held,
+    start: int,
+    stop: int,
+    parts: Mapping[str, np.ndarray] | None = None,
+    at: Index | None = None,
+) -> dict[str, Callable[[], np.ndarray]]:
+    """Starts to read rows of a segment; if it is said where, straight to there."""
+    block: dict[str, Callable[[], np.ndarray]] = {}
+    for name, part in held.stored.parts.items():
+        array, offset = held.reader.part(held.process, held.segment, name, part)
+        first, last = (offset + row * part.width for row in (start, stop))
+        out = parts[name][at].reshape(-1) if parts and at is not None else None
+        block[name] = array.start(first, last, out)
+    return block
+
+
+def _add(
+    block: Mapping[str, Callable[[], np.ndarray]],
+    held: Held,
+    parts: Mapping[str, np.ndarray],
+    below: Mapping[str, np.ndarray],
+    some: slice,
+    pick: Index,
+    at: Index,
+) -> None:
+    """Waits until a block is read, adds it to some of the rows below, and puts these in place."""
+    rows = {
+        name: reading().reshape(-1, held.stored.parts[name].width)[pick]
+        for name, reading in block.items()
+    }
+    found = held.added(rows, {name: part[some] for name, part in below.items()})
+    for name, part in found.items():
+        _items(parts[name])[at] = _items(part)
 
 
 def _put(
@@ -366,15 +431,6 @@ def _put(
     at: Index,
 ) -> None:
     """Waits until a block is read, and puts it in place; None: it was read to there."""
-    if held.adds:
-        rows = {
-            name: reading().reshape(-1, held.stored.parts[name].width)[pick]
-            for name, reading in block.items()
-        }
-        below = {name: part[at] for name, part in parts.items()}
-        for name, found in held.added(rows, below).items():
-            parts[name][at] = found
-        return
     for name, reading in block.items():
         values = reading()
         if pick is None:
@@ -415,6 +471,11 @@ def _kept(pick: Index, at: np.ndarray) -> tuple[Index, np.ndarray]:
     if kept.all():
         return pick, at
     return (np.flatnonzero(kept) if isinstance(pick, slice) else pick[kept]), at[kept]
+
+
+def _taken(rows: np.ndarray, at: Index) -> np.ndarray:
+    """Some of the rows."""
+    return _items(rows)[at].view(rows.dtype).reshape(-1, rows.shape[1])
 
 
 def _items(rows: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import hashlib
 import os
 from collections.abc import Callable
@@ -46,6 +45,7 @@ from cnr_jax.repository.store.checked import (
     reading,
     stored_crc32c,
 )
+from cnr_jax.repository.store.kept_chunks import KeptChunks, context
 from cnr_jax.rows.codecs.packed import unpack_rows
 
 # Bytes of a chunk at most: 16 MiB write at disk speed, 1 MiB 2 to 3 times slower, each synced.
@@ -63,26 +63,8 @@ _IN_FLIGHT = 3
 # Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
 # costs 0.2 ms, as much as to read 1 MiB more.
 SMALL_READ_BYTES = 1 << 20
-# Bytes of chunks that TensorStore may keep: neighbouring shards read the two halves of one chunk.
-CACHE_BYTES = 128 << 20
-# Bytes of chunks that a restore keeps: those of the handful of arrays of a chain that are read
-# side by side.
-KEPT_BYTES = 192 << 20
-
-
-@functools.cache
-def context(cache_bytes: int = CACHE_BYTES, *, syncs: bool = True) -> ts.Context:
-    """Limits of our own, so that a save does not take all cores; `syncs`: what it writes."""
-    return ts.Context(
-        {
-            "file_io_concurrency": {"limit": 8},
-            "data_copy_concurrency": {"limit": 2},
-            # The directory is of one attempt at a save: no other writer exists.
-            "file_io_locking": {"mode": "none"},
-            "file_io_sync": syncs,
-            "cache_pool": {"total_bytes_limit": cache_bytes},
-        }
-    )
+# Bytes of packed chunks that are unpacked while those before them are used.
+UNPACKED_AHEAD_BYTES = 32 << 20
 
 
 def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> int:
@@ -300,42 +282,6 @@ class ArrayWriter:
         )
 
 
-class KeptChunks:
-    """Whole chunks that are kept while small slices are cut from them: those used last.
-
-    A chunk is read and checked whole however little of it is wanted, and a read costs as much
-    as to cut thousands of slices. The chunks may be of any number of arrays.
-
-    Args:
-        limit_bytes: of all of them together; the one used last is kept whatever its size.
-        cache_bytes: of what TensorStore reads, which it may keep beside them; `context` says it.
-    """
-
-    def __init__(
-        self, limit_bytes: int = KEPT_BYTES, cache_bytes: int = CACHE_BYTES
-    ) -> None:
-        self._limit_bytes, self.context = limit_bytes, context(cache_bytes)
-        self._nbytes = 0
-        self._chunks = collections.OrderedDict[tuple[object, int], np.ndarray]()
-
-    def get(
-        self, array: object, chunk: int, read: Callable[[int], np.ndarray]
-    ) -> np.ndarray:
-        """A chunk of an array, from `read` where it is not at hand; not to be written to."""
-        key = (array, chunk)
-        found = self._chunks.get(key)
-        if found is not None:
-            self._chunks.move_to_end(key)
-            return found
-        found = read(chunk)
-        found.setflags(write=False)
-        self._chunks[key] = found
-        self._nbytes += found.nbytes
-        while self._nbytes > self._limit_bytes and len(self._chunks) > 1:
-            self._nbytes -= self._chunks.popitem(last=False)[1].nbytes
-        return found
-
-
 class ArrayReader:
     """Reads slices of an array that a process manifest describes.
 
@@ -367,6 +313,7 @@ class ArrayReader:
         spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
         # What is being read of chunks that are about to be asked for.
         self._ahead: dict[int, Future[bytes]] = {}
+        self._unpacking: dict[int, Future[np.ndarray]] = {}
         self._store: ts.TensorStore | None = None
         # Of an array that has one chunk, made of what was read.
         self._spec, self._is_packed = spec, compression == names.PACKED_ROWS
@@ -407,13 +354,43 @@ class ArrayReader:
             FormatError: if the slice is not inside the array.
         """
         # Of a packed chunk nothing is read without unpacking all of it, which is done once.
-        is_large = (stop - start) * self._dtype.itemsize > SMALL_READ_BYTES
-        if is_large and not self._is_packed:
+        if self._is_packed:
+            return self._start_unpacking(start, stop, out)
+        if (stop - start) * self._dtype.itemsize > SMALL_READ_BYTES:
             return self._start(start, stop, out)
         found = self._small(start, stop)
         if out is not None:
             out[...] = found
         return lambda: found if out is None else out
+
+    def _start_unpacking(
+        self, start: int, stop: int, out: np.ndarray | None
+    ) -> Callable[[], np.ndarray]:
+        """Has another thread unpack the chunks of some elements, as far as they may be ahead."""
+        self.check_stored(start, stop)
+        nbytes = self._entry.chunk * self._dtype.itemsize
+        for chunk in range(start // self._entry.chunk, -(-stop // self._entry.chunk)):
+            fits = self._kept.ahead_bytes + nbytes <= UNPACKED_AHEAD_BYTES
+            known = chunk in self._unpacking or self._kept.has(self, chunk)
+            if fits and start < stop and not known:
+                self._kept.ahead_bytes += nbytes
+                work = in_memory.start(self._unpacked, chunk)
+                self._unpacking[chunk] = work
+
+        def result() -> np.ndarray:
+            found = self._small(start, stop)
+            if out is None:
+                return found
+            out[...] = found
+            return out
+
+        return result
+
+    def _unpacked(self, chunk: int) -> np.ndarray:
+        """A packed chunk."""
+        ahead = self._ahead.pop(chunk, None)
+        data = self._read_file(chunk) if ahead is None else ahead.result()
+        return self._decoded(chunk, data)
 
     def _small(self, start: int, stop: int) -> np.ndarray:
         """A few elements, cut from whole chunks."""
@@ -435,6 +412,10 @@ class ArrayReader:
         Raises:
             IntegrityError: if it is missing, damaged or not the one of this array.
         """
+        unpacking = self._unpacking.pop(chunk, None)
+        if unpacking is not None:
+            self._kept.ahead_bytes -= self._entry.chunk * self._dtype.itemsize
+            return unpacking.result()
         start = chunk * self._entry.chunk
         stop = min(start + self._entry.chunk, self._entry.length)
         return self._start(start, stop, None)()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from cnr_jax.repository.store.arrays import context
+from cnr_jax.repository.store.kept_chunks import context
 
 # Blocks of one array in flight: one is written while the next is decoded.
 _IN_FLIGHT = 1

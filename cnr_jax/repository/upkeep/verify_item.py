@@ -262,7 +262,8 @@ def _check_chunk(
     checked.check_chunk_file(array, entry, chunk)
     if data:
         if not readers:
-            from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
+            from cnr_jax.repository.store.arrays import ArrayReader
+            from cnr_jax.repository.store.kept_chunks import KeptChunks
 
             readers.append(ArrayReader(array, entry, kept=KeptChunks(cache_bytes=0)))
         readers[0].chunk(chunk)
@@ -321,7 +322,8 @@ def _check_tiles(
     ids = process.arrays.get(names.ROW_IDS_ARRAY)
     reader: ArrayReader | None = None
     if data and ids:
-        from cnr_jax.repository.store.arrays import ArrayReader, KeptChunks
+        from cnr_jax.repository.store.arrays import ArrayReader
+        from cnr_jax.repository.store.kept_chunks import KeptChunks
 
         reader = ArrayReader(item / rows, ids, kept=KeptChunks(cache_bytes=0))
     done: set[tuple[int, int]] = set()
