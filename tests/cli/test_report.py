@@ -114,8 +114,11 @@ def root(tiny_run: Any, first: Path, tmp_path: Path) -> Path:
 
 
 def test_prices_of_a_run_that_does_not_tell_and_of_charts(
-    root: Path, tmp_path: Path
+    tiny_run: Any, tmp_path: Path
 ) -> None:
+    run, root = tiny_run(), tmp_path / "root"
+    with run.open(root) as manager:
+        run.run(manager, range(2))
     prices = Path(__file__).parents[2] / "examples" / "prices.toml"
     page = report(root, "--prices", prices)
     assert "cost" not in page.tables and "is not known yet: too few" in page.texts["p"]
