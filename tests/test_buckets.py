@@ -904,10 +904,15 @@ def test_an_interrupt_ends_the_opening_of_a_root_that_does_not_answer(
     proxy.harm = lambda *_: 100.0
     timer = threading.Timer(1, signal.pthread_kill, [main, signal.SIGINT])
     timer.start()
-    begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        run.open(str(root))
-    assert time.monotonic() - begun < 20
+    # Processes that run tests beside each other let none in.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.open(str(root))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < 50, "a request may take 60 s"
     proxy.harm = lambda *_: None
     with run.open(str(root)) as manager:
         run.run(manager, [0])
