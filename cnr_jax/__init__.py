@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from cnr_jax.policy import OneShot as OneShot
     from cnr_jax.policy import SaveRecord as SaveRecord
     from cnr_jax.policy import expected_restores as expected_restores
+    from cnr_jax.repository.compaction.compact import CompactionPlan as CompactionPlan
+    from cnr_jax.repository.compaction.compact import compact as compact
+    from cnr_jax.repository.compaction.compact import plan_compaction as plan_compaction
     from cnr_jax.repository.describe import describe as describe
     from cnr_jax.repository.description import LeafDescription as LeafDescription
     from cnr_jax.repository.description import RootDescription as RootDescription
@@ -89,6 +92,7 @@ _HOMES = {
     "options": "Options",
     "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",
     "handler": "handler_registry",
+    "repository.compaction.compact": "CompactionPlan compact plan_compaction",
     "repository.describe": "describe",
     "repository.description": "LeafDescription RootDescription StepDescription TableDescription",
     "repository.metrics": "read_metrics",

@@ -20,6 +20,7 @@ IMPORTED_AS = {"orbax-checkpoint": "orbax", "ml-dtypes": "ml_dtypes"}
 PUBLIC = {
     "ByteModel",
     "CheckpointManager",
+    "CompactionPlan",
     "Consecutive",
     "Decision",
     "Exported",
@@ -56,6 +57,7 @@ PUBLIC = {
     "advise",
     "args",
     "changed_rows",
+    "compact",
     "describe",
     "errors",
     "expected_restores",
@@ -67,6 +69,7 @@ PUBLIC = {
     "init_touched",
     "mirror",
     "optim",
+    "plan_compaction",
     "prune",
     "read_metrics",
     "read_rows",

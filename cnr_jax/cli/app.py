@@ -8,6 +8,7 @@ import typer
 
 from cnr_jax.cli.advise import advise
 from cnr_jax.cli.bits import bits
+from cnr_jax.cli.compact import compact
 from cnr_jax.cli.cost import cost
 from cnr_jax.cli.diff import diff
 from cnr_jax.cli.exit_codes import Verbs, verb
@@ -30,8 +31,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Looks into a root of checkpoints of cnr_jax. Only `prune --yes` and `mirror --repair`"
-    " change it.",
+    help="Looks into a root of checkpoints of cnr_jax. Only `compact`, `prune --yes` and"
+    " `mirror --repair` change it.",
 )
 
 
@@ -59,5 +60,5 @@ for each in (ls, show, verify, explain, diff):
     app.command()(verb(each))
 # So that -1 is a row, and no option.
 app.command(context_settings={"ignore_unknown_options": True})(verb(rows))
-for each in (bits, export, report, advise, cost, simulate, prune, mirror):
+for each in (bits, export, report, advise, cost, simulate, compact, prune, mirror):
     app.command()(verb(each))

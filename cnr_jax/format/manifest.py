@@ -257,6 +257,8 @@ class Manifest:
     encoding: EncodingEntry | None = None
     # None: it is not known.
     motion: SampledMotion | None = None
+    # Uuids of the checkpoints of the same state that this one stands for; None: it does for none.
+    stands_for: tuple[str, ...] | None = None
 
     @property
     def has_dense_tiles(self) -> bool:
@@ -300,7 +302,7 @@ def dump(manifest: Manifest) -> bytes:
     for leaf in document["dense_leaves"]:
         if leaf["numpy"] is None:
             del leaf["numpy"]
-    for name in ("forks", "encoding", "motion"):
+    for name in ("forks", "encoding", "motion", "stands_for"):
         if document[name] is None:
             del document[name]
     encoding = document.get("encoding", {})
@@ -374,7 +376,19 @@ def _read_manifest(fields: Fields) -> Manifest:
         if fields.has("encoding")
         else None,
         motion=read_motion(fields.child("motion")) if fields.has("motion") else None,
+        stands_for=read_uuids(fields, "stands_for")
+        if fields.has("stands_for")
+        else None,
     )
+
+
+def read_uuids(fields: Fields, key: str) -> tuple[str, ...]:
+    """Reads a list of uuids."""
+    found = fields.texts(key)
+    wrong = [each for each in found if not names.is_hex(each, 32)]
+    if wrong:
+        fields.problems.append(f"{key}: expected uuids, got {wrong[0][:40]!r}")
+    return found
 
 
 def read_motion(fields: Fields) -> SampledMotion:

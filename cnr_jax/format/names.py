@@ -23,9 +23,13 @@ PACKED_ROWS, LATTICE = "packed_rows", "lattice"
 MOMENT_CODECS, MOMENTS = ("cnr.octave", "cnr.unit"), "moments"
 # Dense leaves that are stored as tiles, like rows, rather than by Orbax.
 DENSE_TILES = "dense_tiles"
+# Steps that stand for others, of whose rows they may hold several layers.
+MERGED = "merged"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
-KNOWN_FEATURES: frozenset[str] = frozenset({ZSTD, BLOSC, DENSE_TILES, LATTICE, MOMENTS})
+KNOWN_FEATURES: frozenset[str] = frozenset(
+    {ZSTD, BLOSC, DENSE_TILES, LATTICE, MOMENTS, MERGED}
+)
 
 # Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.
 RESERVED_FEATURES: frozenset[str] = frozenset({"tombstones"})
@@ -175,14 +179,14 @@ def abandoned_step(name: str) -> str | None:
 
 
 def branched(directory: str, generation: int) -> str:
-    """Name of a step directory whose plain name is taken by an older generation.
+    """Name of a step directory whose plain name is taken by another checkpoint.
 
-    Where that one cannot be renamed. Orbax lists no such name, since it does not end in a digit,
-    and nor do versions of this library that do not know it.
+    By one of an older generation that cannot be renamed, or one that this stands for. Orbax lists
+    no such name, since it does not end in a digit.
 
     Args:
         directory: the plain name, which the options of a manager make of the step's number.
-        generation: of the save.
+        generation: of the save; of a merged step one above that in the name of what it replaces.
 
     Example:
         >>> branched("1200", 2), branched("ck_0012", 13)

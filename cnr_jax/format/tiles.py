@@ -118,12 +118,17 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The part `box` (start and stop in each dimension) of one leaf of one table."""
+    """The part `box` (start and stop in each dimension) of one leaf of one table.
+
+    Attributes:
+        layer: it lies over all tiles of the leaf of a lower one; those of 0 cover the leaf.
+    """
 
     table: str
     leaf: str
     box: Box
     segments: tuple[Segment, ...]
+    layer: int = 0
 
     @property
     def width(self) -> int:
@@ -244,6 +249,7 @@ def _tile_json(tile: Tile) -> dict[str, object]:
             }
             for segment in tile.segments
         ],
+        **({"layer": tile.layer} if tile.layer else {}),
     }
 
 
@@ -355,7 +361,7 @@ def _quick_tile(item: Any) -> Tile | None:
     except (KeyError, TypeError, AttributeError):
         return None
     named = type(table) is str and type(leaf) is str and type(listed) is list
-    if not named or None in segments or type(flat) is not list:
+    if not named or None in segments or type(flat) is not list or "layer" in item:
         return None
     bounds = cast("list[int]", flat)
     if not bounds or len(bounds) % 2 or not all(map(is_integer, bounds)):
@@ -398,6 +404,7 @@ def _read_tile(fields: Fields) -> Tile:
         leaf=fields.text("leaf"),
         box=_read_box(fields),
         segments=fields.objects("segments", _read_segment),
+        layer=fields.integer("layer", minimum=1) if fields.has("layer") else 0,
     )
 
 
@@ -458,7 +465,8 @@ def lacking_rows(process: ProcessManifest) -> list[Tile]:
     return [
         tile
         for tile in process.tiles
-        if all(
+        if not tile.layer
+        and all(
             process.row_ids[segment.row_ids].count != tile.box[0][1] - tile.box[0][0]
             for segment in tile.segments
         )
@@ -468,19 +476,24 @@ def lacking_rows(process: ProcessManifest) -> list[Tile]:
 def check_cover(
     tables: Sequence[TableEntry], tiles: Iterable[Tile], where: str
 ) -> None:
-    """Checks that the tiles of all processes cover every leaf exactly once.
+    """Checks that the tiles of each layer of all processes cover every leaf exactly once.
+
+    Of layers above the lowest those leaves that they have tiles of.
 
     Raises:
         ManifestError: naming each leaf that is not covered or covered twice.
     """
-    by_leaf: dict[tuple[str, str], list[Box]] = {}
+    by_leaf: dict[tuple[str, str], dict[int, list[Box]]] = {}
     for tile in tiles:
-        by_leaf.setdefault((tile.table, tile.leaf), []).append(tile.box)
+        layers = by_leaf.setdefault((tile.table, tile.leaf), {})
+        layers.setdefault(tile.layer, []).append(tile.box)
     problems: list[str] = []
     for table in tables:
         for leaf in table.leaves:
-            boxes = by_leaf.pop((table.name, leaf.name), [])
-            problems += cover_problems(f"{table.name}.{leaf.name}", leaf.shape, boxes)
+            name = f"{table.name}.{leaf.name}"
+            layers = by_leaf.pop((table.name, leaf.name), {})
+            for boxes in (layers.pop(0, []), *layers.values()):
+                problems += cover_problems(name, leaf.shape, boxes)
     problems += [f"{table}.{leaf}: not a leaf of this step" for table, leaf in by_leaf]
     if problems:
         raise errors.ManifestError(

@@ -84,7 +84,7 @@ def write_manifest(
     check_cover(tables, tiles, os.fspath(directory))
     dense = (tile for each in processes for tile in each.dense_tiles)
     check_dense_cover(dense_leaves, dense, os.fspath(directory))
-    totals = _totals(processes, digests)
+    totals = totals_of(processes, digests)
     features = sorted({each for process in processes for each in process.features})
     manifest = Manifest(
         uuid=plan.uuid,
@@ -106,7 +106,7 @@ def write_manifest(
         history=_history(history, plan, totals, started_secs),
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
-        writer={"cnr_jax": _version("cnr-jax"), "jax": jax.__version__},
+        writer=software(),
         required_features=tuple(features),
         run=plan.run or None,
         forks=plan.forks,
@@ -148,9 +148,10 @@ def _read_processes(
     return tuple(digests), processes
 
 
-def _totals(
+def totals_of(
     processes: list[ProcessManifest], digests: tuple[FileDigest, ...]
 ) -> Totals:
+    """Rows and bytes of a step whose processes have written these manifests."""
     arrays = sum(
         _bytes_of(entry) for process in processes for entry in process.arrays.values()
     )
@@ -213,9 +214,15 @@ def _rows(process: ProcessManifest) -> int:
         process.row_ids[tile.segments[0].row_ids].count
         for tile in process.tiles
         if tile.leaf == "table"
+        and not tile.layer
         and tile.segments
         and all(start == 0 for start, _ in tile.box[1:])
     )
+
+
+def software() -> dict[str, str]:
+    """Versions of what writes manifests."""
+    return {"cnr_jax": _version("cnr-jax"), "jax": jax.__version__}
 
 
 @functools.cache

@@ -75,7 +75,7 @@ class Written(NamedTuple):
     tiles: Mapping[TileKey, WrittenTile]
 
 
-class _PartArray(NamedTuple):
+class PartArray(NamedTuple):
     """The array that holds a part of a codec, its elements and bytes in a row, and compression."""
 
     part: str
@@ -87,14 +87,23 @@ class _PartArray(NamedTuple):
 
 
 @functools.cache
-def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray, ...]:
+def part_arrays(
+    codec: Codec, width: int, dtype: np.dtype, *, all_parts: bool = False
+) -> tuple[PartArray, ...]:
     """Arrays of the parts of a codec that are stored with its own rows.
 
     Asked for each tile: thousands may ask for each of a few answers.
+
+    Args:
+        codec: of rows.
+        width: elements of a row.
+        dtype: of the leaf.
+        all_parts: also of those that are mostly stored with the rows of another leaf.
     """
-    found: list[_PartArray] = []
-    own = {n: p for n, p in codec.parts(width, dtype).items() if not p.shared}
-    for name, part in own.items():
+    found: list[PartArray] = []
+    for name, part in codec.parts(width, dtype).items():
+        if part.shared and not all_parts:
+            continue
         stored = part.dtype.name
         # Only rows of one width can be packed together.
         called = (
@@ -102,15 +111,45 @@ def _part_arrays(codec: Codec, width: int, dtype: np.dtype) -> tuple[_PartArray,
         )
         array = names.array_name(codec.name, called, stored)
         row_bytes, how = part.width * part.dtype.itemsize, part.compression
-        found.append(_PartArray(name, array, stored, part.width, row_bytes, how))
+        found.append(PartArray(name, array, stored, part.width, row_bytes, how))
     return tuple(found)
+
+
+def open_part(
+    path: AnyPath,
+    part: PartArray,
+    length: int,
+    *,
+    compression: str | None,
+    syncs: bool,
+) -> ArrayWriter | PackedWriter:
+    """Opens the array of a part: packed where its codec asks for that, and it is not tiny.
+
+    Args:
+        path: of the array.
+        part: of a codec.
+        length: elements that will be appended.
+        compression: of arrays whose codec does not ask for another; None: none.
+        syncs: whether what is written is synced.
+    """
+    how, nbytes = part.compression, length * numpy_dtype(part.dtype).itemsize
+    if how == names.PACKED_ROWS:
+        if nbytes > COMPRESSED_LEAST_BYTES:
+            return PackedWriter(path, part.dtype, length, part.width)
+        how = compression
+    return ArrayWriter(
+        path, part.dtype, length, compression=how or compression, syncs=syncs
+    )
+
+
+# Parts of rows that are those of another leaf, and what they are called there.
+SHARED = {"octaves": "integers", "centre": "centre"}
 
 
 def _shared_parts(plan: RunPlan, beside: Mapping[str, PartRef]) -> dict[str, PartRef]:
     """Where the parts of rows are that are stored with those of another leaf."""
     parts = plan.codec.parts(plan.width, plan.dtype)
-    theirs = {"octaves": "integers", "centre": "centre"}
-    return {name: beside[theirs[name]] for name, part in parts.items() if part.shared}
+    return {name: beside[SHARED[name]] for name, part in parts.items() if part.shared}
 
 
 @functools.cache
@@ -129,6 +168,30 @@ def part_of_array(entry: ArrayEntry, encoded_bytes: int) -> int:
         return encoded_bytes
     whole_bytes = entry.length * numpy_dtype(entry.dtype).itemsize
     return sum(entry.compressed.bytes) * encoded_bytes // whole_bytes
+
+
+def write_process(
+    directory: AnyPath, manifest: ProcessManifest, *, syncs: bool
+) -> FileDigest:
+    """Writes a process manifest durably, once all arrays of rows that it names are durable.
+
+    Args:
+        directory: of the item.
+        manifest: of a process.
+        syncs: whether arrays were synced with their folders as they were written.
+    """
+    rows = directory / names.rows_directory(manifest.process)
+    if manifest.arrays and not syncs:
+        sync_tree(rows)
+    elif manifest.arrays:
+        # TensorStore syncs files and the directory of each; the ones above are ours.
+        for name in manifest.arrays:
+            sync_directory(rows / name)
+        sync_directory(rows)
+    path = directory / names.process_manifest(manifest.process)
+    digest = write_durably(path, dump_process(manifest))
+    sync_directory(directory)
+    return digest
 
 
 class RowsWriter:
@@ -188,12 +251,12 @@ class RowsWriter:
     def _open_writers(self) -> None:
         """Sets where the parts of each run start, and opens the arrays that hold them."""
         lengths: dict[str, int] = {}
-        arrays: dict[str, _PartArray] = {}
+        arrays: dict[str, PartArray] = {}
         escapes: dict[tuple[str, str], int] = {}
         places: dict[TileKey, int] = {}
         for plan in self._with_rows:
             refs: dict[str, PartRef] = {}
-            for part in _part_arrays(plan.codec, plan.width, plan.dtype):
+            for part in part_arrays(plan.codec, plan.width, plan.dtype):
                 start = lengths.get(part.array, 0)
                 refs[part.part] = PartRef(array=part.array, offset=start)
                 lengths[part.array] = start + plan.count * part.width
@@ -206,36 +269,25 @@ class RowsWriter:
                 key = _escape_array(plan.dtype)
                 escapes[key] = escapes.get(key, 0) + plan.count * plan.width
         for array, part in arrays.items():
-            self._writers[array] = self._open_part(part, lengths[array])
+            self._writers[array] = open_part(
+                self._rows / array,
+                part,
+                lengths[array],
+                compression=self._compression,
+                syncs=self._syncs,
+            )
         for (array, dtype), length in escapes.items():
             self._writers[array] = self._open(array, dtype, length, exact=False)
 
-    def _open_part(self, part: _PartArray, length: int) -> ArrayWriter | PackedWriter:
-        packed = part.compression == names.PACKED_ROWS
-        if (
-            packed
-            and length * numpy_dtype(part.dtype).itemsize > COMPRESSED_LEAST_BYTES
-        ):
-            path = self._rows / part.array
-            return PackedWriter(path, part.dtype, length, part.width)
-        how = self._compression if packed else part.compression
-        return self._open(part.array, part.dtype, length, compression=how)
-
     def _open(
-        self,
-        array: str,
-        dtype: str,
-        length: int,
-        *,
-        exact: bool = True,
-        compression: str | None = None,
+        self, array: str, dtype: str, length: int, *, exact: bool = True
     ) -> ArrayWriter:
         return ArrayWriter(
             self._rows / array,
             dtype,
             length,
             exact=exact,
-            compression=compression or self._compression,
+            compression=self._compression,
             syncs=self._syncs,
         )
 
@@ -295,16 +347,7 @@ class RowsWriter:
             motion=_sampled_motions(compared.motions()),
             dense=leaves,
         )
-        if arrays and not self._syncs:
-            sync_tree(self._rows)
-        elif arrays:
-            # TensorStore syncs files and the directory of each; the ones above are ours.
-            for name in arrays:
-                sync_directory(self._rows / name)
-            sync_directory(self._rows)
-        path = self._directory / names.process_manifest(self._process)
-        digest = write_durably(path, dump_process(manifest))
-        sync_directory(self._directory)
+        digest = write_process(self._directory, manifest, syncs=self._syncs)
         encoding = max(0.0, codes[0] - waits[0])
         written = self._residual.written()
         return Written(digest, manifest, waits[0], encoding, row_errors, written)
@@ -364,7 +407,7 @@ class RowsWriter:
                     )
                 )
             if plan.is_slot:
-                for part in _part_arrays(plan.codec, plan.width, plan.dtype):
+                for part in part_arrays(plan.codec, plan.width, plan.dtype):
                     self._slot_bytes[part.array] += plan.count * part.row_bytes
         return Tile(
             table=plan.table, leaf=plan.leaf, box=plan.box, segments=tuple(segments)

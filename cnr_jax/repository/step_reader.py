@@ -7,6 +7,7 @@ one after the other in the process's arrays. For a small table what counts is th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -108,6 +109,9 @@ class StepReader:
             for tile in process.tiles:
                 found = self._tiles.setdefault((tile.table, tile.leaf), [])
                 found.append((process.process, tile))
+        for found in self._tiles.values():
+            if any(tile.layer for _, tile in found):
+                found.sort(key=lambda each: each[1].layer)
 
     @property
     def read_bytes(self) -> int:
@@ -119,7 +123,7 @@ class StepReader:
         """Tiles of a leaf, each with the process that wrote it.
 
         Neighbours are joined where they can be, so these are not those of the manifests; but
-        they hold the same rows in the same places.
+        they hold the same rows in the same places. Those of a layer come before those over it.
 
         Raises:
             FormatError: if a codec is not known.
@@ -152,6 +156,17 @@ class StepReader:
                 if index == new:
                     self._joined_ids.append(ids)
                 yield process, as_one(run, index)
+
+    def layers(self, table: str, leaf: str) -> list[StepReader]:
+        """The checkpoint as readers of one layer of a leaf each, the lowest first."""
+        tiles = self._tiles[table, leaf]
+        found: list[StepReader] = []
+        for layer in sorted({tile.layer for _, tile in tiles}):
+            view = copy.copy(self)
+            own = [each for each in tiles if each[1].layer == layer]
+            view._tiles, view._joined = {(table, leaf): own}, {}
+            found.append(view)
+        return found
 
     def codec(self, process: int, index: int) -> Codec:
         """A codec that a process manifest lists.
@@ -299,6 +314,8 @@ def _follows(
     if len(before.segments) != 1 or len(tile.segments) != 1:
         return False
     if tile.box[0][0] != before.box[0][1] or tile.box[1:] != before.box[1:]:
+        return False
+    if tile.layer != before.layer:
         return False
     first, second = before.segments[0], tile.segments[0]
     if first.codec != second.codec or first.parts.keys() != second.parts.keys():

@@ -458,6 +458,7 @@ VERBS = {
     "rows": ["rows", "@", "user", "0"],
     "bits": ["bits", "@", "1"],
     "prune": ["prune", "@", "--keep", "1"],
+    "compact": ["compact", "@", "--dry-run"],
     "cost": ["cost"],
     "report": ["report", "@", "-o", "never-written.html"],
 }
@@ -487,6 +488,27 @@ def test_what_is_no_root_has_exit_codes_of_its_own(
     assert ending(verb, tmp_path / "file") == 12
     assert ending(verb, "az://bucket/run") == 12
     assert not list(Path().glob("never-written.*"))
+
+
+def test_compact_tells_what_it_merges_and_does_it(root: Path) -> None:
+    code, out, _ = call("compact", root, "--dry-run")
+    assert code == 0
+    assert out.startswith("step 3: a full checkpoint and 1 delta to be merged\n")
+    code, found = as_json("compact", root)
+    assert (code, found["error"]["kind"]) == (11, "writer_busy")
+    given = ("--step", 2, "--writer-is-dead")
+    code, found = as_json("compact", root, *given)
+    assert (code, found["merged_directory"], found["is_done"]) == (
+        0,
+        "2.g1.branch",
+        True,
+    )
+    assert found["chain"] == ["0", "2"] and found["restore_secs"] is None
+    assert call("compact", root, *given)[1].startswith("nothing to merge")
+    code, out, _ = call("ls", root)
+    assert code == 0 and "\n2     full " in out
+    code, found = as_json("rows", root, "user", 3, "--step", 2)
+    assert code == 0 and "error" not in found
 
 
 def test_what_every_verb_finds_parses_as_json(root: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 
@@ -42,6 +43,22 @@ def problems(shape: tuple[int, ...], boxes: list[Box]) -> list[str]:
         assert "step 7" in str(error)
         return list(error.problems)
     return []
+
+
+def test_each_layer_of_a_leaf_covers_it() -> None:
+    def layered(*boxes: tuple[int, Box]) -> list[Tile]:
+        return [dataclasses.replace(tile(box), layer=layer) for layer, box in boxes]
+
+    whole, left, right = ((0, 4), (0, 6)), ((0, 4), (0, 3)), ((0, 4), (3, 6))
+    table = [table_of((4, 6))]
+    check_cover(table, layered((0, whole), (2, left), (2, right)), "step 7")
+    for wrong in (
+        [(0, whole), (1, left)],
+        [(0, whole), (1, left), (1, whole)],
+        [(1, whole)],
+    ):
+        with pytest.raises(errors.ManifestError):
+            check_cover(table, layered(*wrong), "step 7")
 
 
 def grid(cuts: list[list[int]]) -> list[Box]:

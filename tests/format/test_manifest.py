@@ -394,6 +394,7 @@ FREE = {
     "writer",
     "encoding",
     "motion",
+    "stands_for",
 }
 
 
@@ -428,6 +429,24 @@ def test_forks_are_checked_where_they_are_and_left_out_where_nothing_is_known() 
     none_left = dataclasses.replace(MANIFEST, forks=())
     assert json.loads(dump(none_left))["forks"] == []
     assert load(dump(none_left), "here") == none_left
+
+
+def test_what_a_step_stands_for_is_checked_and_left_out_where_it_is_nothing() -> None:
+    assert problems_of({"stands_for": ["00ff"]}) == [
+        "stands_for: expected uuids, got '00ff'"
+    ]
+    assert "stands_for" not in json.loads(dump(MANIFEST))
+    merged = dataclasses.replace(MANIFEST, stands_for=("00ff" * 8,))
+    assert load(dump(merged), "here") == merged
+
+
+def test_layers_are_stored_and_left_out_where_there_is_one() -> None:
+    first, *rest = PROCESS.tiles
+    assert "layer" not in json.loads(dump_process(PROCESS))["tiles"][0]
+    upper = dataclasses.replace(first, layer=2)
+    layered = dataclasses.replace(PROCESS, tiles=(first, upper, *rest))
+    assert load_process(dump_process(layered), "here") == layered
+    assert json.loads(dump_process(layered))["tiles"][1]["layer"] == 2
 
 
 ENCODING = EncodingEntry(

@@ -25,6 +25,7 @@ from cnr_jax.format.manifest import (
     read_motion,
     read_parent,
     read_totals,
+    read_uuids,
     to_json,
 )
 from cnr_jax.repository.index.entries import Entry, Summary, entry_of, tables_digest
@@ -128,6 +129,7 @@ def _document(
         "parent": to_json(entry.parent),
         "run": entry.run,
         "forks": to_json(entry.forks),
+        **({"stands_for": list(entry.stands_for)} if entry.stands_for else {}),
         **to_json(summary),
     }
     if noted is not None:
@@ -192,4 +194,5 @@ def _entry(directory: str, fields: Fields) -> Entry:
         run=fields.text("run"),
         forks=fields.objects("forks", read_fork) if has("forks") else None,
         summary=summary,
+        stands_for=read_uuids(fields, "stands_for") if has("stands_for") else (),
     )

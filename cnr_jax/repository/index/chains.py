@@ -123,7 +123,8 @@ class Derived:
         """
         newest = self.committed[-1] if self.committed else entry
         is_older = order(entry) < order(newest)
-        if entry.directory in self.wanted or above is entry or is_older:
+        is_wanted = entry.directory in self.wanted or bool(entry.stands_for)
+        if is_wanted or above is entry or is_older:
             return False
         standing = self.standing[above.directory] if above else NOWHERE
         standing = standing.with_child(entry, sound=sound)
@@ -381,13 +382,12 @@ class Chains:
         parent = entry.parent
         if parent is None:
             return None
-        name = parent.directory
-        if name in self._folders:
+        name, above = parent.directory, self._above(entry)
+        if above is None and name in self._folders:
             return Flaw("not_readable", f"its parent {name} cannot be read")
-        above = self._entries.get(name)
-        if above is None:
+        if above is None and name not in self._entries:
             return Flaw("parent_missing", f"its parent {name} is missing")
-        if above.uuid != parent.uuid:
+        if above is None:
             text = f"{name} is not the parent it was saved with"
             return Flaw("foreign_parent", text)
         if entry in self.along(above):
@@ -487,7 +487,8 @@ class Chains:
         """
 
         def above(entry: Entry) -> Entry | None:
-            return self._entries.get(entry.parent.directory) if entry.parent else None
+            named = entry.parent.directory if entry.parent else ""
+            return self._entries.get(named) or self._above(entry)
 
         found = [directory] if directory in self._folders else []
         for entry in self._entries.values():

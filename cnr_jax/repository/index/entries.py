@@ -31,7 +31,7 @@ from cnr_jax.format.manifest import (
     Totals,
     to_json,
 )
-from cnr_jax.format.names import step_number
+from cnr_jax.format.names import plain, step_number
 from cnr_jax.policy import SaveRecord
 from cnr_jax.repository.orbax_steps import OrbaxStep
 
@@ -66,6 +66,7 @@ class Entry:
         orbax: the item of its state, if plain Orbax saved it and it is adopted: then it belongs
             to whatever run saves beside it. Empty: it is of this library.
         summary: of a committed step whose manifest was not read.
+        stands_for: uuids of checkpoints of the same state in whose place it is.
     """
 
     directory: str
@@ -78,6 +79,11 @@ class Entry:
     forks: tuple[Fork, ...] | None = None
     orbax: str = ""
     summary: Summary | None = None
+    stands_for: tuple[str, ...] = ()
+
+    def answers_to(self, uuid: str) -> bool:
+        """Whether what rests on a checkpoint can rest on this one."""
+        return uuid == self.uuid or uuid in self.stands_for
 
     @property
     def is_committed(self) -> bool:
@@ -136,6 +142,7 @@ def entry_of(directory: str, manifest: Manifest) -> Entry:
         manifest=manifest,
         run=manifest.run or "",
         forks=manifest.forks,
+        stands_for=manifest.stands_for or (),
     )
 
 
@@ -152,11 +159,19 @@ def orbax_entry(directory: str, step: OrbaxStep) -> Entry:
 
 
 def parent_of(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
-    """The entry that one rests on, if it is known."""
-    if entry.parent is None:
+    """The entry that one rests on, if it is known, or one that stands for that."""
+    parent = entry.parent
+    if parent is None:
         return None
-    above = entries.get(entry.parent.directory)
-    return above if above is not None and above.uuid == entry.parent.uuid else None
+    above = entries.get(parent.directory)
+    if above is not None and above.answers_to(parent.uuid):
+        return above
+    for name, each in entries.items():
+        # The name is compared last: of most nothing stands for others.
+        if each.stands_for and each.answers_to(parent.uuid):
+            if plain(name) == plain(parent.directory):
+                return each
+    return None
 
 
 def chain_of(entry: Entry, above: Callable[[Entry], Entry | None]) -> Iterator[Entry]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax import errors
@@ -62,8 +62,8 @@ class Ledger(Chains):
             step that was seen may be one that is being removed.
         run: of the save that was begun last, whose steps alone retention may drop; None: none
             was begun.
-        left: what rollbacks have left behind where it cannot be renamed, by directory: it is no
-            step of the root any more.
+        left: what rollbacks have left behind where it cannot be renamed, and what another step
+            stands for, by directory: it is no step of the root any more.
     """
 
     def __init__(
@@ -293,7 +293,10 @@ class Ledger(Chains):
             if isinstance(each, Entry) or each.may_be_a_step
         ]
         entries = {n: each for n, each in known.items() if isinstance(each, Entry)}
-        gone = with_dependents(names.superseded(steps), entries)
+        gone = names.superseded(steps)
+        replaced = _replaced(gone, known)
+        there = {n: each for n, each in entries.items() if n not in replaced}
+        gone = with_dependents(gone - replaced.keys(), there) | replaced.keys()
         back = self.left.keys() - gone
         self.leave(gone - self.left.keys())
         for name in back:
@@ -310,6 +313,11 @@ class Ledger(Chains):
             if each is not None:
                 self.forget(name)
                 self.left[name] = each
+
+    def replaced(self) -> list[str]:
+        """Step directories that are there still, though other steps stand for them."""
+        known = {**self._entries, **self._folders, **self.left}
+        return sorted(_replaced(self.left, known))
 
     def standing(self, directory: str) -> str:
         """The step directory of a step, of whatever generation, by its plain name."""
@@ -426,3 +434,28 @@ def _side_by_side(
     found = sorted(directories)
     with ThreadPoolExecutor(_AT_ONCE, "cnr_look") as pool:
         return dict(zip(found, pool.map(look, found), strict=True))
+
+
+def _replaced(
+    steps: Iterable[str], known: Mapping[str, Entry | Folder]
+) -> dict[str, Entry]:
+    """Those of the step directories for which the newest of the same step stands.
+
+    What rests on them rests on that one.
+
+    Args:
+        steps: names of step directories.
+        known: all step directories.
+    """
+    newest: dict[str, str] = {}
+    for name in sorted(known, key=names.branch_generation):
+        each = known[name]
+        if isinstance(each, Entry) or each.may_be_a_step:
+            newest[names.plain(name)] = name
+    found: dict[str, Entry] = {}
+    for name in steps:
+        each, above = known[name], known[newest.get(names.plain(name), name)]
+        if isinstance(each, Entry) and isinstance(above, Entry) and each is not above:
+            if above.answers_to(each.uuid):
+                found[name] = each
+    return found

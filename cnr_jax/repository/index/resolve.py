@@ -11,7 +11,8 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest, ParentRef
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.entries import Entry, chain_of, entry_of, parent_of
-from cnr_jax.repository.step import read_manifest, read_step
+from cnr_jax.repository.layout import step_directories
+from cnr_jax.repository.step import read_committed, read_manifest, read_step
 from cnr_jax.repository.store import AnyPath, store_of
 
 
@@ -39,8 +40,7 @@ def resolve_chain(
     def above(entry: Entry) -> Entry | None:
         if entry.parent is None:
             return None
-        manifest = _read_parent(root, item, entry.parent, chain)
-        return entry_of(entry.parent.directory, manifest)
+        return entry_of(*_read_parent(root, item, entry.parent, chain))
 
     store_of(root).fetch(
         root / name / item / names.MANIFEST for name in _foreseen(root, directory)
@@ -68,7 +68,8 @@ def _read_parent(
     item: str,
     parent: ParentRef,
     chain: Sequence[tuple[str, Manifest]],
-) -> Manifest:
+) -> tuple[str, Manifest]:
+    """A parent, or what stands for it: the name of its directory, and its manifest."""
     child, heir = chain[0][0], chain[-1][0]
     if any(manifest.uuid == parent.uuid for _, manifest in chain):
         raise errors.ChainError(
@@ -83,6 +84,8 @@ def _read_parent(
         manifest = read_manifest(path / item)
     except errors.IntegrityError as error:
         if error.kind == "manifest_missing":
+            if found := _stand_in(root, item, parent):
+                return found
             raise errors.ParentMissingError(
                 f"checkpoint {child} cannot be restored: its parent {parent.directory}"
                 f" is missing\n  chain: {_picture(chain, parent.directory, 'missing')}\n"
@@ -90,7 +93,9 @@ def _read_parent(
                 path=os.fspath(path / item),
             ) from error
         raise
-    if manifest.uuid != parent.uuid:
+    if not entry_of(parent.directory, manifest).answers_to(parent.uuid):
+        if found := _stand_in(root, item, parent):
+            return found
         raise errors.ParentMissingError(
             f"checkpoint {child} cannot be restored: {parent.directory} is not the"
             f" parent it was saved with\n  got uuid {manifest.uuid}, expected"
@@ -102,7 +107,25 @@ def _read_parent(
             # The parent itself is as good as any: what names it is not.
             path=os.fspath(root / heir / item),
         )
-    return manifest
+    return parent.directory, manifest
+
+
+def _stand_in(
+    root: AnyPath, item: str, parent: ParentRef
+) -> tuple[str, Manifest] | None:
+    """The merged checkpoint that stands for a parent which is not there any more."""
+    plain = names.plain(parent.directory)
+    alike = step_directories(
+        root, lambda n: names.may_be_step(n) and names.plain(n) == plain
+    )
+    for name in sorted(alike, key=names.branch_generation, reverse=True):
+        try:
+            manifest = read_committed(root, name, item)
+        except errors.CnrError:
+            continue  # what is missing is the parent
+        if entry_of(name, manifest).answers_to(parent.uuid):
+            return name, manifest
+    return None
 
 
 def _picture(chain: Sequence[tuple[str, Manifest]], last: str, note: str) -> str:

@@ -59,13 +59,16 @@ class StepFile:
     check: Check | None
 
 
-def files_of_step(copies: Sequence[AnyPath]) -> list[StepFile]:
+def files_of_step(
+    copies: Sequence[AnyPath], *, but: str | None = None
+) -> list[StepFile]:
     """All files of a step but those that commit it, the manifests of items last.
 
     Files in items of this library that no manifest names are none of them: they are never read.
 
     Args:
         copies: folders of one step. What one lacks, or holds damaged, another may tell.
+        but: an item that is left out.
 
     Raises:
         CnrError: if a manifest is damaged in all of them.
@@ -73,7 +76,7 @@ def files_of_step(copies: Sequence[AnyPath]) -> list[StepFile]:
     """
     held = {name for step in copies for name in names_in(step)}
     found: list[StepFile] = []
-    for name in sorted(held.difference(names.MARKERS)):
+    for name in sorted(held.difference((*names.MARKERS, but))):
         if any(exists(step / name / names.MANIFEST) for step in copies):
             found += _files_of_item(copies, name)
         else:
@@ -220,7 +223,9 @@ def _size_of(step: AnyPath, file: StepFile) -> int:
     return size_of(step / file.path) if file.bytes is None else file.bytes
 
 
-def copy_files(source: AnyPath, folder: AnyPath, meter: Meter) -> None:
+def copy_files(
+    source: AnyPath, folder: AnyPath, meter: Meter, *, but: str | None = None
+) -> None:
     """Copies the files of a step into a folder, each checked on the way.
 
     What an earlier call has copied there is not copied again: only to be used for the same step.
@@ -229,6 +234,7 @@ def copy_files(source: AnyPath, folder: AnyPath, meter: Meter) -> None:
         source: folder of the step.
         folder: to be filled.
         meter: of the bytes that are written.
+        but: an item that is not copied.
 
     Raises:
         CnrError: if a file is damaged.
@@ -238,7 +244,7 @@ def copy_files(source: AnyPath, folder: AnyPath, meter: Meter) -> None:
     """
     root, store = source.parent, store_of(folder)
     with as_root_errors(root, "read"):
-        files = files_of_step([source])
+        files = files_of_step([source], but=but)
         sizes = [(each.path, _size_of(source, each)) for each in files]
     lacking = {path for path, _ in store.amiss(folder, sizes)}
     for parent in sorted({each.path.rpartition("/")[0] for each in files} - {""}):

@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -335,15 +335,17 @@ class Held:
         assert isinstance(self.encoding.codec, Residual)
         return self.encoding.codec.added(rows, below)
 
-    def check_below(self, below: Mapping[str, np.ndarray]) -> None:
+    def digest(self) -> Digest:
+        """The digest of no rows yet, to be taken of all that lies below the whole segment."""
+        assert isinstance(self.encoding.codec, Residual)
+        return Digest(self.encoding.codec)
+
+    def check_below(self, digest: Digest) -> None:
         """Checks that the rows of the whole segment lie on those that they were taken from.
 
         Raises:
             IntegrityError: if not.
         """
-        assert isinstance(self.encoding.codec, Residual)
-        digest = Digest(self.encoding.codec)
-        digest.update(below)
         found = digest.hexdigest()
         if found != self.segment.below:
             where = os.fspath(self.reader.directory)
@@ -360,35 +362,54 @@ def held_rows(
 ) -> tuple[Held, ...]:
     """What a chain holds of a region, in the order in which it applies."""
     found: list[Held] = []
+    moved = {id(r): target.unmoved(r.tables[table]) is None for r in chain}
+    for each in stored_segments(chain, table, leaf, box[1:]):
+        reader, process, tile, segment, encoding, stored = each
+        if moved[id(reader)]:  # row by row: lists of them all are made
+            check_rows_stored(reader, process, tile, segment)
+        index, at = overlap(reader, process, tile, segment, target, box[0])
+        if not length(index):
+            continue
+        rows = (
+            (index.start, index.stop)
+            if isinstance(index, slice)
+            else (int(index[0]), int(index[-1]) + 1)
+        )
+        _check_stored(reader, process, segment, stored, *rows)
+        lowest = reader is chain[0] and not tile.layer
+        first = lowest and segment is tile.segments[0]
+        found.append(Held(reader, process, segment, encoding, stored, index, at, first))
+    return tuple(found)
+
+
+class StoredSegment(NamedTuple):
+    """A segment of which some columns are wanted; see `Held`."""
+
+    reader: StepReader
+    process: int
+    tile: Tile
+    segment: Segment
+    encoding: Encoding
+    stored: Encoding
+
+
+def stored_segments(
+    chain: Sequence[StepReader], table: str, leaf: str, columns: Box
+) -> Iterator[StoredSegment]:
+    """Segments that a chain holds of some columns, in the order in which they apply."""
     for reader in chain:
         dtype = reader.dtypes[table, leaf]
-        moved = target.unmoved(reader.tables[table]) is None
         for process, tile in reader.tiles(table, leaf):
-            columns = shared_columns(tile.box[1:], box[1:])
-            if columns is None:
+            shared = shared_columns(tile.box[1:], columns)
+            if shared is None:
                 continue
             trailing = tuple(stop - start for start, stop in tile.box[1:])
             for segment in tile.segments:
                 codec = reader.codec(process, segment.codec)
                 if segment.below is not None:
                     _check_adds(reader, codec, is_full=reader is chain[0])
-                stored, encoding = _encodings(codec, trailing, columns, dtype)
-                if moved:  # row by row: lists of them all are made
-                    check_rows_stored(reader, process, tile, segment)
-                index, at = overlap(reader, process, tile, segment, target, box[0])
-                if not length(index):
-                    continue
-                rows = (
-                    (index.start, index.stop)
-                    if isinstance(index, slice)
-                    else (int(index[0]), int(index[-1]) + 1)
-                )
-                _check_stored(reader, process, segment, stored, *rows)
-                first = reader is chain[0] and segment is tile.segments[0]
-                found.append(
-                    Held(reader, process, segment, encoding, stored, index, at, first)
-                )
-    return tuple(found)
+                stored, encoding = _encodings(codec, trailing, shared, dtype)
+                yield StoredSegment(reader, process, tile, segment, encoding, stored)
 
 
 def listed_rows(

@@ -95,7 +95,7 @@ def _found(
     left = np.ones(len(stored), bool)
     for reader in reversed(chain):
         dtype = reader.dtypes[table, leaf]
-        for process, tile in reader.tiles(table, leaf):
+        for process, tile in reversed(reader.tiles(table, leaf)):
             columns = shared_columns(tile.box[1:], piece[1:])
             if columns is None or not left.any():
                 continue

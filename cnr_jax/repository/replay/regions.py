@@ -38,6 +38,7 @@ from cnr_jax.repository.replay.encoded import (
 )
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
+from cnr_jax.rows.codecs.residual import Digest
 from cnr_jax.rows.tiling import aligned_empty, boxes_of
 
 # Encoded bytes read at once where they are put in place one by one: few enough to stay in
@@ -105,7 +106,29 @@ class WantedLeaf:
             IntegrityError: if data is missing or damaged.
             FormatError: if segments do not fit their codecs.
         """
-        held, empty, rows = self.held(box), self.empty(box), box[0][1] - box[0][0]
+        found = self.overlaid(box, main)
+        if self.own is not None or not len(found.left):
+            return found
+        empty = self.empty(box)
+        zeros = Patch(empty, found.left, empty.room(len(found.left), np.zeros))
+        patches = tuple(_joined([*found.patches, zeros]))
+        return dataclasses.replace(found, patches=patches, left=found.left[:0])
+
+    def overlaid(
+        self, box: Box, main: Encoding | None = None, sums: Sums | None = None
+    ) -> Merged:
+        """The newest copy of each row of a region that the chain holds; the others are left.
+
+        Args:
+            box: of the region.
+            main: see `merged`.
+            sums: of the leaf of which this is the next block of rows; None: segments are checked
+                of which it has all rows.
+
+        Raises:
+            IntegrityError, FormatError: as `merged`.
+        """
+        held, rows = self.held(box), box[0][1] - box[0][0]
         if main is None:
             main = self._main(held, box)
         # Squares and means share parts, which are added up for the first of both leaves.
@@ -113,7 +136,7 @@ class WantedLeaf:
         mine = [each.sources(names) for each in held if each.encoding == main]
         sources = box, main.columns, tuple(mine)
         known = None
-        if len(names) == len(main.parts):
+        if sums is None and len(names) == len(main.parts):
             known = self.target.take_sums(sources)
         if known is not None:
             parts = dict(zip(names, known, strict=True))
@@ -129,21 +152,47 @@ class WantedLeaf:
                 if known is not None:
                     pass  # with the other leaf
                 elif each.adds:
-                    queue.extend(_addings(each, parts))
+                    queue.extend(_addings(each, parts, sums))
                 else:
                     queue.extend(_readings(each, parts, direct=each.first))
             else:
                 others.append(each)
                 owners.claim(each.at, len(others))
         queue.drain()
-        if any(part.shared for part in main.parts.values()):
+        if sums is None and any(part.shared for part in main.parts.values()):
             self.target.keep_sums(sources, tuple(parts[name] for name in names))
         patches = _patches(others, owners)
-        left = owners.unclaimed()
-        if len(left) and self.own is None:
-            patches.append(Patch(empty, left, empty.room(len(left), np.zeros)))
-            left = left[:0]
-        return Merged(main, parts, tuple(_joined(patches)), left)
+        return Merged(main, parts, tuple(_joined(patches)), owners.unclaimed())
+
+
+class Sums:
+    """What lies below segments that are added, over all blocks of rows of a leaf.
+
+    Attributes:
+        over: checkpoints whose segments are taken; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.over: Sequence[StepReader] | None = None
+        self._seen: dict[tuple[object, ...], tuple[Held, Digest]] = {}
+
+    def take(self, held: Held, below: Mapping[str, np.ndarray]) -> None:
+        """Takes what lies below those rows of a segment that the next block has."""
+        if self.over is not None and held.reader not in self.over:
+            return
+        where = sorted((n, p.array, p.offset) for n, p in held.segment.parts.items())
+        key = (held.reader.manifest.uuid, held.process, *where)
+        _, digest = self._seen.setdefault(key, (held, held.digest()))
+        digest.update(below)
+
+    def check(self) -> None:
+        """Checks all segments, of which all rows have come.
+
+        Raises:
+            IntegrityError: if one is added to other rows than it was taken from.
+        """
+        for held, digest in self._seen.values():
+            held.check_below(digest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -368,15 +417,19 @@ def _readings(
 
 
 def _addings(
-    held: Held, parts: Mapping[str, np.ndarray]
+    held: Held, parts: Mapping[str, np.ndarray], sums: Sums | None
 ) -> Iterator[tuple[int, Callable[[], None]]]:
     """Starts to read rows that are added, as `_readings`; what lies below them is checked first."""
     below: dict[str, np.ndarray] = {}
 
     def check() -> None:
         below.update((name, _taken(part, held.at)) for name, part in parts.items())
-        if held.is_whole:
-            held.check_below(below)
+        if sums is not None:
+            sums.take(held, below)
+        elif held.is_whole:
+            digest = held.digest()
+            digest.update(below)
+            held.check_below(digest)
 
     yield 0, check
     done, row_bytes = 0, held.stored.row_bytes

@@ -177,7 +177,7 @@ def prune(
         return _fates(path, held, ledger, keep, min_fulls, other_runs=other_runs)
 
     with as_root_errors(path, "pruned", deleted):
-        held = _item_of(path, item)
+        held = item_of(path, item)
         if not delete:
             fates = fates_in(Ledger.load(path, held, adopts=True))
             return PrunePlan(root=os.fspath(path), fates=fates)
@@ -204,8 +204,8 @@ def _positive(name: str, given: Any) -> int:
     return found
 
 
-def _item_of(root: store.AnyPath, item: str | None) -> str:
-    """The item of a root to go by, which must be one that can be pruned.
+def item_of(root: store.AnyPath, item: str | None) -> str:
+    """The item of a root to go by, which must be one that can be changed.
 
     Raises:
         NoStepError: if there is no such folder.

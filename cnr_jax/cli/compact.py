@@ -1,0 +1,51 @@
+"""The verb `compact`: merges the chain of a step into one full checkpoint that stands for it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cnr_jax.cli.arguments import AsJson, Item, Root, StepOption
+from cnr_jax.cli.exit_codes import Exit, print_json
+from cnr_jax.cli.printing import print_lines
+
+
+def compact(
+    root: Root,
+    step: StepOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what would be merged.")
+    ] = False,
+    writer_is_dead: Annotated[
+        bool,
+        typer.Option("--writer-is-dead", help="Whoever saved here last has ended."),
+    ] = False,
+    item: Item = None,
+    as_json: AsJson = False,
+) -> Exit:
+    """Merge a step and what it rests on into one full checkpoint, which takes its place.
+
+    What is restored stays the same, bit for bit. If a run may still be saving, nothing is changed.
+    """
+    from cnr_jax.cli.roots import use_cpu
+
+    use_cpu()
+    from cnr_jax.goodput.measurements import read_measurements
+    from cnr_jax.repository.compaction.compact import plan_compaction
+
+    measured = read_measurements(root)
+    profile = measured.profile() if measured is not None else None
+    plan = plan_compaction(
+        root,
+        step=step.number if step is not None else None,
+        item=item,
+        restore_secs=profile.reading.of if profile else None,
+    )
+    if not dry_run:
+        plan = plan.execute(writer_is_dead=writer_is_dead)
+    if as_json:
+        print_json("compact", plan.asdict())
+    else:
+        print_lines([(line, "") for line in str(plan).splitlines()])
+    return Exit.FINE

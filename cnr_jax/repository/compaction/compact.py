@@ -1,0 +1,391 @@
+"""Compaction of a root: the chain of a step merged into one full checkpoint that stands for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.format.dense import check_dense_cover
+from cnr_jax.format.manifest import FileDigest, HistoryEntry, SampledMotion, dump
+from cnr_jax.format.tiles import check_cover
+from cnr_jax.repository import layout
+from cnr_jax.repository.causes import as_root_errors
+from cnr_jax.repository.committer import Attempt, committer_for
+from cnr_jax.repository.compaction.rows import BLOCK_BYTES, MergedRows
+from cnr_jax.repository.description import amount
+from cnr_jax.repository.index.entries import Entry
+from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.manifest_writer import software, totals_of
+from cnr_jax.repository.mirroring.step_files import Meter, copy_files
+from cnr_jax.repository.rows_writer import write_process
+from cnr_jax.repository.step_reader import StepReader, open_chain
+from cnr_jax.repository.store import (
+    AnyPath,
+    exists,
+    store_of,
+    sync_directory,
+    write_durably,
+)
+from cnr_jax.repository.store.checked import read_checked
+from cnr_jax.repository.store.kept_chunks import KeptChunks
+from cnr_jax.repository.upkeep.prune import claimed, item_of
+from cnr_jax.repository.upkeep.removal import remove_in_place
+from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.texts import count_of
+
+# Bytes of chunks that are kept while rows are cut from them, and that TensorStore may keep.
+_KEPT_BYTES, _CACHE_BYTES = 4 * BLOCK_BYTES, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompactionPlan:
+    """What `compact` merges, and what that comes to. As a text: a line for each number.
+
+    Attributes:
+        root: its path.
+        step: of which the chain is merged; None: of no step, as none rests on others.
+        directory: of that step; empty: there is none.
+        chain: step directories that are merged, the full one first.
+        restore_bytes: that a restore of the step reads now at most.
+        merged_bytes: that it reads afterwards; as far as it is not done, at most about so many.
+        restore_secs: that this takes, if it is known how long restores take; None: it is not.
+        merged_secs: the same afterwards, as it was planned.
+        is_done: whether it is merged.
+        merged_directory: of the step that stands for it; empty: it is not done.
+        secs: that it took.
+        replaced: step directories that an interrupted call has left, for which merged ones stand.
+        item: that is merged.
+        uuid: of the step.
+    """
+
+    root: str
+    step: int | None
+    directory: str = ""
+    chain: tuple[str, ...] = ()
+    restore_bytes: int = 0
+    merged_bytes: int = 0
+    restore_secs: float | None = None
+    merged_secs: float | None = None
+    is_done: bool = False
+    merged_directory: str = ""
+    secs: float = 0.0
+    replaced: tuple[str, ...] = ()
+    item: str = ""
+    uuid: str = ""
+
+    def asdict(self) -> dict[str, Any]:
+        """All of it as values of JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """What is merged, and the bytes before and after."""
+        if self.step is None:
+            text = "nothing to merge: the step rests on no other"
+            gone = "is" if self.is_done else "is to be"
+            return "\n".join([text, *(f"{n} {gone} removed" for n in self.replaced)])
+        deltas = count_of(len(self.chain) - 1, "delta")
+        verb = "merged" if self.is_done else "to be merged"
+        lines = [
+            f"step {self.step}: a full checkpoint and {deltas} {verb}",
+            f"a restore reads {amount(self.restore_bytes)}{_in(self.restore_secs)} before,"
+            f" {'' if self.is_done else 'about '}{amount(self.merged_bytes)}"
+            f"{_in(self.merged_secs)} after",
+        ]
+        if self.is_done:
+            lines.append(f"written in {self.secs:.1f} s: {self.merged_directory}")
+        return "\n".join(lines)
+
+    def execute(self, *, writer_is_dead: bool = False) -> CompactionPlan:
+        """Merges the chain, and removes the step that the merged one stands for.
+
+        What the step rested on stays, for the steps that rest on it and as steps of their own:
+        `prune`, or the retention of a manager, lets go of them.
+
+        Args:
+            writer_is_dead: as of `prune`.
+
+        Returns:
+            The plan as it was done.
+
+        Raises:
+            WriterError: if a manager that may still be running saves there; nothing was merged.
+            ChainError, IntegrityError: if the step is gone, or something of it is damaged.
+            RootError: if the root cannot be read or written.
+        """
+        if self.step is None and not self.replaced:
+            return self
+        root = layout.open_root(self.root)
+        started = time.perf_counter()
+        with (
+            as_root_errors(root, "merged"),
+            claimed(
+                root, self.item, writer_is_dead=writer_is_dead, not_done="merged"
+            ) as (writer, ledger),
+        ):
+            for name in self.replaced:
+                if name in ledger.replaced():
+                    _remove(root, writer, ledger, name)
+            if self.step is None:
+                return dataclasses.replace(self, is_done=True)
+            entry = ledger.entries.get(self.directory)
+            if entry is None or entry.uuid != self.uuid:
+                raise errors.NoStepError(
+                    f"step {self.directory} is not in {self.root} any more, as it was planned\n"
+                    "  hint: plan_compaction tells what there is to merge now",
+                    kind="step_deleted",
+                    path=self.root,
+                )
+            made = _merge(root, self.item, writer, ledger, entry)
+        return dataclasses.replace(
+            self,
+            is_done=True,
+            merged_bytes=Ledger.own_bytes(made),
+            merged_directory=made.directory,
+            secs=round(time.perf_counter() - started, 3),
+        )
+
+
+def _in(secs: float | None) -> str:
+    return "" if secs is None else f" in {secs:.3g} s"
+
+
+def plan_compaction(
+    root: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    restore_secs: Callable[[int], float] | None = None,
+) -> CompactionPlan:
+    """Tells what of a root can be merged: the chain of a step into one full checkpoint.
+
+    Reads manifests alone.
+
+    Args:
+        root: directory of the checkpoints.
+        step: whose chain is to be merged; None: the newest that can be restored.
+        item: of each step; None: the one that holds a checkpoint of this library.
+        restore_secs: function that returns the seconds of a restore that reads so many bytes;
+            None: it is not known.
+
+    Returns:
+        What would be merged; `execute` does it.
+
+    Raises:
+        NoStepError: if there is no such folder or step, or none that restores.
+        OptionError: if it is no root.
+        ChainError: if its chain is not whole.
+        RootError: if the root cannot be read.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
+        >>> root = tempfile.mkdtemp()
+        >>> state = {"user": jnp.zeros((8, 4))}
+        >>> tables = cnr.find_tables(state, ["user"])
+        >>> with cnr.CheckpointManager(root, tables=tables) as manager:
+        ...     for step in range(2):
+        ...         _ = manager.save(step, args=cnr.args.Save(state))
+        >>> cnr.plan_compaction(root).chain
+        ('0', '1')
+    """
+    path = layout.open_root(root)
+    with as_root_errors(path, "merged"):
+        held = item_of(path, item)
+        ledger = Ledger.load(path, held)
+        entry = ledger.newest() if step is None else ledger.by_step(step)
+        if entry is None or entry.orbax:
+            if step is None:
+                raise errors.NoStepError.nothing_restores(
+                    os.fspath(path), ledger.obstacles()
+                )
+            raise errors.NoStepError(
+                f"step {step} does not exist in {os.fspath(path)}", path=os.fspath(path)
+            )
+        replaced = tuple(ledger.replaced())
+        if entry.stands_alone:
+            return CompactionPlan(
+                root=os.fspath(path), step=None, replaced=replaced, item=held
+            )
+        if problem := ledger.obstacle(entry):
+            raise errors.ChainError(
+                f"step {entry.directory} cannot be merged: {problem}",
+                path=os.fspath(path / entry.directory),
+            )
+        chain, secs = ledger.chain(entry), restore_secs
+        before = ledger.restore_bytes(entry)
+        # A full checkpoint of the same rows takes about as much as that below.
+        after = chain[-1].rows_bytes + _dense_bytes(entry)
+        return CompactionPlan(
+            root=os.fspath(path),
+            step=entry.step,
+            directory=entry.directory,
+            chain=tuple(each.directory for each in reversed(chain)),
+            restore_bytes=before,
+            merged_bytes=after,
+            restore_secs=round(secs(before), 6) if secs else None,
+            merged_secs=round(secs(after), 6) if secs else None,
+            replaced=replaced,
+            item=held,
+            uuid=entry.uuid,
+        )
+
+
+def compact(
+    root: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    writer_is_dead: bool = False,
+    item: str | None = None,
+) -> CompactionPlan:
+    """Merges the chain of a step into one full checkpoint that stands for it; needs no state.
+
+    Rows are taken as they are stored, and integers of `lattice` and of moments added: what is
+    restored has the same bits as before. Deltas that rest on the step go on to do so. Memory
+    is bounded, whatever the size of the tables, and a crash leaves the root as it was before, or
+    with the merged step.
+
+    Args:
+        root: directory of the checkpoints.
+        step: as of `plan_compaction`.
+        writer_is_dead: as of `prune`.
+        item: as of `plan_compaction`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CnrError: as `plan_compaction`, and `CompactionPlan.execute`.
+    """
+    plan = plan_compaction(root, step=step, item=item)
+    return plan.execute(writer_is_dead=writer_is_dead)
+
+
+def _dense_bytes(entry: Entry) -> int:
+    return entry.known.totals.dense_bytes if entry.known else 0
+
+
+def _merge(
+    root: AnyPath, item: str, writer: RootWriter, ledger: Ledger, entry: Entry
+) -> Entry:
+    """Writes and commits the step that stands for one, which is then removed; returns its entry.
+
+    Raises:
+        IntegrityError, FormatError, ChainError: if something of the chain is damaged.
+        WriterError: if another manager has taken over the root.
+        OSError: if something cannot be read or written.
+    """
+    source = entry.directory
+    generation = max(entry.generation, names.branch_generation(source) + 1)
+    directory = names.branched(names.plain(source), generation)
+    attempt = Attempt(root, directory, secrets.token_hex(16))
+    committer = committer_for(root, writer.discard, writer.check_claim)
+    try:
+        committer.prepare(attempt, [item])
+        folder = committer.folder(attempt)
+        # What other handlers have saved beside it.
+        copy_files(root / source, folder, Meter(), but=item)
+        kept = KeptChunks(_KEPT_BYTES, _CACHE_BYTES)
+        chain = open_chain(root, source, item, kept=kept)
+        write_merged(folder / item, chain, attempt.nonce)
+        writer.check_claim()
+        committer.publish(attempt, [])
+    except BaseException:
+        with contextlib.suppress(errors.CnrError, OSError):
+            committer.abandon(attempt)
+        raise
+    committer.settle(attempt)
+    if (error := ledger.read(root, directory, item)) is not None:
+        raise error
+    made = ledger.entries[directory]
+    ledger.part()
+    writer.note_own(made)
+    writer.show(directory, [source])
+    _remove(root, writer, ledger, source)
+    return made
+
+
+def _remove(root: AnyPath, writer: RootWriter, ledger: Ledger, directory: str) -> None:
+    """Removes a step for which another one stands."""
+    writer.check_removal(directory)
+    if writer.remover is None:
+        remove_in_place(root / directory)
+    else:
+        writer.remover.remove(directory, background=False)
+    ledger.forget(directory)
+
+
+def write_merged(directory: AnyPath, chain: Sequence[StepReader], uuid: str) -> None:
+    """Writes the item of a checkpoint that holds what a chain restores to, durably.
+
+    Args:
+        directory: of the item, which is empty.
+        chain: the full checkpoint first.
+        uuid: of the merged checkpoint.
+
+    Raises:
+        IntegrityError, FormatError: if something of the chain is damaged.
+        OSError: if something cannot be read or written.
+    """
+    started, last = time.perf_counter(), chain[-1].manifest
+    compression = last.encoding.compression if last.encoding else None
+    rows = MergedRows(chain, directory, compression)
+    process = rows.write(uuid)
+    where = os.fspath(directory)
+    check_cover(last.tables, process.tiles, where)
+    if last.has_dense_tiles:
+        check_dense_cover(last.dense_leaves, process.dense_tiles, where)
+    digest = write_process(directory, process, syncs=rows.syncs)
+    for each in last.dense_files:
+        _copy_file(directory, chain[-1].directory, each)
+    totals = totals_of([process], (digest,))
+    manifest = dataclasses.replace(
+        last,
+        uuid=uuid,
+        kind="full",
+        parent=None,
+        processes=(digest,),
+        totals=dataclasses.replace(
+            totals, dense_bytes=totals.dense_bytes or last.totals.dense_bytes
+        ),
+        reason=f"merged from {len(chain)} checkpoints",
+        history=(
+            HistoryEntry(
+                step=last.step,
+                kind="full",
+                bytes=totals.table_bytes + totals.slot_bytes,
+                rows=totals.rows,
+                secs=round(time.perf_counter() - started, 6),
+            ),
+        ),
+        written_at_unix_secs=round(time.time(), 3),
+        writer=software(),
+        required_features=tuple(sorted({*process.features, names.MERGED})),
+        motion=_motion(chain),
+        stands_for=(last.uuid, *(last.stands_for or ())),
+    )
+    write_durably(directory / names.MANIFEST, dump(manifest))
+    sync_directory(directory)
+
+
+def _copy_file(directory: AnyPath, source: AnyPath, digest: FileDigest) -> None:
+    """Copies a file that Orbax has written for dense leaves."""
+    target, data = directory / digest.path, read_checked(source, digest)
+    if not exists(target.parent):
+        store_of(target).make_folder(target.parent)
+    write_durably(target, data)
+    sync_directory(target.parent)
+
+
+def _motion(chain: Sequence[StepReader]) -> SampledMotion | None:
+    """How far rows had moved in the newest checkpoint of the last one's lineage that tells."""
+    last = chain[-1].manifest
+    for each in reversed(chain):
+        if each.manifest.lineage == last.lineage and each.manifest.motion is not None:
+            return each.manifest.motion
+    return None

@@ -1,0 +1,435 @@
+"""Writing the rows of a merged checkpoint: the newest copy of each, as it is stored in a chain.
+
+Nothing is decoded: codes, scales and exact rows are selected, and integers added. Rows go through
+memory block by block, so that it takes as much for a table of any size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from cnr_jax.format import names, rowids
+from cnr_jax.format.boxes import Box
+from cnr_jax.format.dense import DenseTile
+from cnr_jax.format.manifest import NamedConfiguration
+from cnr_jax.format.tiles import (
+    ArrayEntry,
+    PartRef,
+    ProcessManifest,
+    RowIds,
+    Segment,
+    Tile,
+)
+from cnr_jax.repository.compaction.layers import bands_of
+from cnr_jax.repository.dense_writer import DenseWriter
+from cnr_jax.repository.replay.encoded import (
+    Encoding,
+    StoredSegment,
+    Target,
+    stored_segments,
+)
+from cnr_jax.repository.replay.regions import Sums, WantedLeaf
+from cnr_jax.repository.rows_writer import (
+    SHARED,
+    PartArray,
+    open_part,
+    part_arrays,
+    part_of_array,
+)
+from cnr_jax.repository.step_reader import StepReader
+from cnr_jax.repository.store import AnyPath, syncs_directories
+from cnr_jax.repository.store.arrays import ArrayWriter
+from cnr_jax.repository.store.packed_arrays import PackedWriter
+from cnr_jax.rows.codecs import Codec
+from cnr_jax.state.layouts import layout_from
+
+# Encoded bytes of rows that are merged at a time.
+BLOCK_BYTES = 32 << 20
+# Bytes of rows beside most others that are kept until they are stored.
+_BESIDE_BYTES = 8 << 20
+# Ends the names of arrays of rows that are not encoded as most of their tile are.
+_BESIDE = "beside"
+# Elements of such an array at most; there are as many as come.
+_MOST_BESIDE = 1 << 48
+
+
+@dataclasses.dataclass(slots=True)
+class MergedTile:
+    """A tile of the merged checkpoint, and what it is made of.
+
+    Attributes:
+        wanted: its rows in the chain, over those that they may be added to.
+        over: checkpoints, or layers, whose rows it has; None: all of these.
+        box: of the tile.
+        layer: of the tile.
+        main: encoding of most of its rows; None: it has none.
+        count: rows that were ever stored so.
+        source: where they are stored in the chain, to compare it with that of another leaf.
+        own: arrays of its parts, without those that are stored with another leaf.
+        refs: where its parts are in the merged checkpoint.
+    """
+
+    wanted: WantedLeaf
+    over: tuple[StepReader, ...] | None
+    box: Box
+    layer: int
+    main: Encoding | None
+    count: int
+    source: tuple[object, ...]
+    own: tuple[PartArray, ...] = ()
+    refs: dict[str, PartRef] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile."""
+        return self.box[0][1] - self.box[0][0]
+
+    def blocks(self) -> Iterator[tuple[int, Box]]:
+        """Runs of its rows: the first position of each, and its box."""
+        if self.main is not None:
+            (low, high), *columns = self.box
+            step = max(1, BLOCK_BYTES // self.main.row_bytes)
+            for start in range(low, high, step):
+                yield start - low, ((start, min(start + step, high)), *columns)
+
+    def own_rows(self, box: Box) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows of a block it has, and which of them in the main encoding, or had."""
+        own, main = np.zeros((2, box[0][1] - box[0][0]), bool)
+        for each in self.wanted.held(box):
+            if self.over is None or any(each.reader is r for r in self.over):
+                own[each.at] = True
+                if each.encoding == self.main:
+                    main[each.at] = True
+        return own, main
+
+
+@dataclasses.dataclass(slots=True)
+class _Beside:
+    """Rows of one encoding that are to be stored beside most rows of a tile."""
+
+    encoding: Encoding
+    positions: list[np.ndarray] = dataclasses.field(default_factory=list)
+    parts: list[Mapping[str, np.ndarray]] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, positions: np.ndarray, parts: Mapping[str, np.ndarray]) -> None:
+        """Adds rows, in any order, none of which came before."""
+        order = np.argsort(positions, kind="stable")
+        self.positions.append(positions[order])
+        self.parts.append({name: part[order] for name, part in parts.items()})
+        self.nbytes += len(positions) * self.encoding.row_bytes
+
+    def take(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """All of them, in order; there are none then."""
+        parts = {n: np.concatenate([p[n] for p in self.parts]) for n in self.parts[0]}
+        positions = np.concatenate(self.positions)
+        self.positions, self.parts, self.nbytes = [], [], 0
+        return positions, parts
+
+
+def planned_tiles(chain: Sequence[StepReader]) -> list[list[MergedTile]]:
+    """The tiles of the checkpoint that a chain is merged to, by leaf, each from its first row."""
+    return [
+        list(_tiles_of(chain, table.name, leaf.name))
+        for table in chain[-1].manifest.tables
+        for leaf in table.leaves
+    ]
+
+
+def _tiles_of(
+    chain: Sequence[StepReader], table: str, leaf: str
+) -> Iterator[MergedTile]:
+    entry, dtype = chain[-1].tables[table], chain[-1].dtypes[table, leaf]
+    layout = layout_from(entry.layout.name, entry.layout.configuration)
+    target = Target(rows=entry.rows, layout=layout, padded_rows=entry.padded_rows)
+    bands = list(bands_of(chain, table, leaf))
+    layers = max(len(band.layers) for band in bands)
+    shape = next(each.shape for each in entry.leaves if each.name == leaf)
+    everything = tuple((0, size) for size in shape[1:])
+    for band in bands:
+        for number, layer in enumerate(band.layers):
+            chain = (*layer.base, *layer.readers)
+            wanted = WantedLeaf(chain, table, leaf, target, dtype, dtype)
+            over = tuple(layer.readers) if layer.base else None
+            for columns in layer.columns:
+                yield _tile_of(wanted, over, (band.rows, *columns), number)
+        for number in range(len(band.layers), layers):
+            # The tiles of each layer cover the leaf.
+            wanted = WantedLeaf((), table, leaf, target, dtype, dtype)
+            yield _tile_of(wanted, None, (band.rows, *everything), number)
+
+
+def _tile_of(
+    wanted: WantedLeaf, over: tuple[StepReader, ...] | None, box: Box, layer: int
+) -> MergedTile:
+    found = [
+        each
+        for each in stored_segments(wanted.chain, wanted.table, wanted.name, box[1:])
+        if each.tile.box[0][0] < box[0][1] and box[0][0] < each.tile.box[0][1]
+    ]
+    adding = [each.encoding for each in found if each.segment.below is not None]
+    own = [each for each in found if over is None or each.reader in over]
+    main = next(iter([*adding, *(each.encoding for each in own)]), None)
+    tile = MergedTile(wanted, over, box, layer, main, 0, ())
+    same = [each for each in found if each.encoding == main]
+    tile.source = (wanted.table, box, layer, *map(_source, same))
+    if any(each in own and _has_all_rows(each, box) for each in same):
+        tile.count = tile.rows
+    else:
+        tile.count = sum(int(tile.own_rows(b)[1].sum()) for _, b in tile.blocks())
+    return tile
+
+
+def _has_all_rows(each: StoredSegment, box: Box) -> bool:
+    start, stop = each.tile.box[0]
+    count = each.reader.count(each.process, each.segment.row_ids)
+    return count == stop - start and start <= box[0][0] and box[0][1] <= stop
+
+
+def _source(each: StoredSegment) -> tuple[object, ...]:
+    """Which rows a segment has, and where those parts of them are that two leaves may share."""
+    parts = each.segment.parts
+    summed = parts.get("octaves") or parts.get("integers")
+    where = each.reader.manifest.uuid, each.process, each.segment.row_ids
+    return *where, summed, parts.get("centre")
+
+
+class MergedRows:
+    """Writes the rows of a chain as those of one checkpoint, by one process.
+
+    Args:
+        chain: the full checkpoint first.
+        directory: of the item that is written; it must exist.
+        compression: of arrays whose codec does not ask for another; None: none.
+    """
+
+    def __init__(
+        self,
+        chain: Sequence[StepReader],
+        directory: AnyPath,
+        compression: str | None,
+    ) -> None:
+        self._chain, self._directory = chain, directory
+        self._compression = compression
+        self._rows = directory / names.rows_directory(0)
+        self.syncs = syncs_directories(directory)
+        self._codecs: dict[Codec, int] = {}
+        self._ids: list[RowIds] = []
+        self._id_bytes: list[np.ndarray] = []
+        self._known_ids: dict[tuple[str, bytes], int] = {}
+        self._writers: dict[str, ArrayWriter | PackedWriter] = {}
+        self._slot_bytes: dict[str, int] = {}
+        self._tiles: list[Tile] = []
+
+    def write(self, uuid: str) -> ProcessManifest:
+        """Writes all rows, then dense leaves.
+
+        Args:
+            uuid: of the merged checkpoint.
+
+        Returns:
+            The manifest of its process, which is not written yet.
+
+        Raises:
+            IntegrityError, FormatError: if something of the chain is missing or damaged.
+        """
+        dense: DenseWriter | None = None
+        try:
+            leaves = planned_tiles(self._chain)
+            self._open(leaves)
+            for leaf in leaves:
+                sums = Sums()
+                for tile in leaf:
+                    self._write_tile(tile, sums)
+                sums.check()
+            self._write_ids()
+            dense = self._copy_dense()
+            arrays: dict[str, ArrayEntry] = {}
+            for name, writer in self._writers.items():
+                entry = writer.finish()
+                if entry is not None:
+                    arrays[name] = entry
+            part = dense.finish()
+        except BaseException:
+            # What it is writing may be removed at once.
+            for writer in (*self._writers.values(), *([dense] if dense else ())):
+                writer.stop()
+            raise
+        return ProcessManifest(
+            uuid=uuid,
+            process=0,
+            arrays=arrays,
+            codecs=tuple(
+                NamedConfiguration(name=c.name, configuration=c.configuration())
+                for c in self._codecs
+            ),
+            row_ids=tuple(self._ids),
+            tiles=tuple(self._tiles),
+            slot_bytes=sum(
+                part_of_array(arrays[name], encoded)
+                for name, encoded in self._slot_bytes.items()
+            ),
+            dense=part,
+        )
+
+    def _open(self, leaves: Sequence[Sequence[MergedTile]]) -> None:
+        """Sets where the parts of each tile start, and opens the arrays that hold them."""
+        lengths: dict[str, int] = {}
+        arrays: dict[str, PartArray] = {}
+        known: dict[tuple[object, ...], MergedTile] = {}
+        for tile in (tile for leaf in leaves for tile in leaf):
+            if tile.main is None:
+                continue
+            shared = {n for n, part in tile.main.parts.items() if part.shared}
+            beside = known.get(tile.source) if shared else None
+            if beside is not None:
+                tile.refs.update({n: beside.refs[SHARED[n]] for n in shared})
+            else:
+                known.setdefault(tile.source, tile)
+            tile.own = _arrays_of(tile.main, all_parts=beside is None)
+            for part in tile.own:
+                start = lengths.get(part.array, 0)
+                tile.refs[part.part] = PartRef(array=part.array, offset=start)
+                lengths[part.array] = start + tile.count * part.width
+                arrays[part.array] = part
+                if tile.wanted.name != "table":
+                    self._note_slot(part.array, tile.count * part.row_bytes)
+        for name, part in arrays.items():
+            self._writers[name] = open_part(
+                self._rows / name,
+                part,
+                lengths[name],
+                compression=self._compression,
+                syncs=self.syncs,
+            )
+
+    def _note_slot(self, array: str, nbytes: int) -> None:
+        self._slot_bytes[array] = self._slot_bytes.get(array, 0) + nbytes
+
+    def _write_tile(self, tile: MergedTile, sums: Sums) -> None:
+        beside = list[Segment]()
+        kept = dict[Encoding, _Beside]()
+        positions = list[np.ndarray]()
+        sums.over = tile.over
+        for first, box in tile.blocks():
+            found = tile.wanted.overlaid(box, tile.main, sums)
+            own, some = None, slice(None)
+            if tile.count < tile.rows:
+                own, main = tile.own_rows(box)
+                some = np.flatnonzero(main)
+                positions.append(first + some)
+            for part in tile.own:
+                self._writers[part.array].append(found.parts[part.part][some])
+            for patch in found.patches:
+                rows = kept.setdefault(patch.encoding, _Beside(patch.encoding))
+                mine = slice(None) if own is None else own[patch.rows]
+                parts = {name: part[mine] for name, part in patch.parts.items()}
+                rows.add(first + patch.rows[mine], parts)
+                if rows.nbytes > _BESIDE_BYTES:
+                    beside.append(self._stored_beside(tile, rows))
+        beside += [
+            self._stored_beside(tile, each) for each in kept.values() if each.nbytes
+        ]
+        main = list[Segment]()
+        if tile.main is not None and tile.count:
+            ids = np.concatenate(positions) if positions else None
+            codec, row_ids = self._codec(tile.main.codec), self._add_ids(ids, tile.rows)
+            main = [Segment(codec=codec, row_ids=row_ids, parts=tile.refs)]
+        self._tiles.append(
+            Tile(
+                table=tile.wanted.table,
+                leaf=tile.wanted.name,
+                box=tile.box,
+                segments=(*main, *beside),
+                layer=tile.layer,
+            )
+        )
+
+    def _stored_beside(self, tile: MergedTile, rows: _Beside) -> Segment:
+        """Stores rows that are not encoded as most of their tile are."""
+        positions, parts = rows.take()
+        encoding, refs = rows.encoding, dict[str, PartRef]()
+        for part in _arrays_of(encoding, all_parts=True):
+            # In arrays of their own: rows of a segment lie one after the other.
+            array, values = f"{part.array}.{_BESIDE}", parts[part.part]
+            writer = self._writers.get(array)
+            if writer is None:
+                writer = self._writers[array] = ArrayWriter(
+                    self._rows / array,
+                    part.dtype,
+                    _MOST_BESIDE,
+                    exact=False,
+                    compression=self._compression,
+                    syncs=self.syncs,
+                )
+            assert isinstance(writer, ArrayWriter)
+            refs[part.part] = PartRef(array=array, offset=writer.position)
+            writer.append(values)
+            if tile.wanted.name != "table":
+                self._note_slot(array, values.nbytes)
+        return Segment(
+            codec=self._codec(encoding.codec),
+            row_ids=self._add_ids(positions, tile.rows),
+            parts=refs,
+        )
+
+    def _codec(self, codec: Codec) -> int:
+        return self._codecs.setdefault(codec, len(self._codecs))
+
+    def _add_ids(self, positions: np.ndarray | None, rows: int) -> int:
+        """Index of row ids within a tile of `rows` rows; the same rows share them."""
+        if positions is None:
+            form, data, count = "all", np.empty(0, np.uint8), rows
+        else:
+            form, data = rowids.encode_rowids(positions, rows)
+            count = len(positions)
+        key = (f"{form} {count} {rows}", data.tobytes())
+        if key not in self._known_ids:
+            offset = sum(map(len, self._id_bytes))
+            self._known_ids[key] = len(self._ids)
+            self._ids.append(
+                RowIds(form=form, offset=offset, bytes=len(data), count=count)
+            )
+            self._id_bytes.append(data)
+        return self._known_ids[key]
+
+    def _write_ids(self) -> None:
+        data = np.concatenate([*self._id_bytes, np.empty(0, np.uint8)])
+        if len(data):
+            name = names.ROW_IDS_ARRAY
+            self._writers[name] = writer = ArrayWriter(
+                self._rows / name,
+                "uint8",
+                len(data),
+                compression=self._compression,
+                syncs=self.syncs,
+            )
+            writer.append(data)
+
+    def _copy_dense(self) -> DenseWriter:
+        """Writes the dense leaves of the newest checkpoint."""
+        last, offset = self._chain[-1], 0
+        found = [(p.process, tile) for p in last.processes for tile in p.dense_tiles]
+        moved = list[tuple[int, int]]()
+        tiles = list[DenseTile]()
+        for process, tile in found:
+            moved.append((process, tile.offset))
+            tiles.append(dataclasses.replace(tile, offset=offset))
+            offset += tile.bytes
+        writer = DenseWriter(
+            self._directory, 0, tiles, compression=self._compression, syncs=self.syncs
+        )
+        for (process, start), tile in zip(moved, tiles, strict=True):
+            array, stop = last.dense_array(process), start + tile.bytes
+            for low in range(start, stop, BLOCK_BYTES):
+                writer.append(array.read(low, min(low + BLOCK_BYTES, stop)))
+        return writer
+
+
+def _arrays_of(encoding: Encoding, *, all_parts: bool) -> tuple[PartArray, ...]:
+    return part_arrays(
+        encoding.codec, encoding.width, encoding.dtype, all_parts=all_parts
+    )
