@@ -31,6 +31,9 @@ from cnr_jax.repository.store.checked import (
 from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.rows.codecs import Codec, Part, codec_from
 
+# Bytes of a list of rows, a bit each, that are counted at a time.
+_RANKED_BYTES = 1 << 18
+
 
 def open_chain(
     root: AnyPath,
@@ -82,6 +85,8 @@ class StepReader:
         tables: by name.
         dtypes: in which leaves were saved, by table and leaf.
         processes: what each process has written.
+        in_blocks: whether rows are asked for block by block, so that long lists of them are read
+            so too, rather than kept.
     """
 
     def __init__(
@@ -94,6 +99,8 @@ class StepReader:
         self._arrays: dict[tuple[int, str], ArrayReader] = {}
         self._dense: dict[int, ArrayReader] = {}
         self._ids: dict[tuple[int, int, int], np.ndarray | None] = {}
+        self._ranks: dict[tuple[int, int], tuple[int, int]] = {}
+        self.in_blocks = False
         self._codecs: dict[tuple[int, int], Codec] = {}
         self.dtypes = {
             (entry.name, leaf.name): numpy_dtype(leaf.dtype)
@@ -267,6 +274,56 @@ class StepReader:
             else:
                 self._ids[key] = self._decode(process, index, rows)
         return self._ids[key]
+
+    def forget_positions(self) -> None:
+        """Forgets lists of rows: they will not be asked for any more."""
+        self._ids.clear()
+        self._ranks.clear()
+
+    def positions_between(
+        self, process: int, index: int, rows: int, first: int, last: int
+    ) -> tuple[int, np.ndarray] | None:
+        """How many of the positions that row ids stand for come before a block, and those in it.
+
+        Args:
+            process: see `positions`.
+            index: the same.
+            rows: the same.
+            first: position at which the block begins.
+            last: where it ends.
+
+        Returns:
+            None where all of them are better read at once: see `positions`.
+        """
+        if not self.in_blocks or index < 0 or last - first == rows:
+            return None
+        ids = self.processes[process].row_ids[index]
+        if ids.form != "bitmap":
+            return None
+        array = self.array(process, names.ROW_IDS_ARRAY)
+
+        def bits(start: int, stop: int) -> np.ndarray:
+            read = array.read(ids.offset + start, ids.offset + stop)
+            return np.unpackbits(read, bitorder="little")
+
+        low, at, before = first // 8, *self._ranks.get((process, index), (0, 0))
+        if low < at:
+            at = before = 0
+        while at < low:
+            stop = min(low, at + _RANKED_BYTES)
+            before += int(bits(at, stop).sum())
+            at = stop
+        self._ranks[process, index] = at, before
+        found = np.flatnonzero(bits(low, -(-last // 8))) + 8 * low
+        start, stop = np.searchsorted(found, (first, last)).tolist()
+        if last == rows and before + stop != ids.count:
+            where = os.fspath(self.directory / names.process_manifest(process))
+            raise errors.FormatError(
+                f"{where}: entry {index} of row ids has other rows than it says\n"
+                f"  got {before + stop}, expected {ids.count}",
+                path=where,
+            )
+        return before + start, found[start:stop]
 
     def _decode(self, process: int, index: int, rows: int) -> np.ndarray | None:
         ids: RowIds = self.processes[process].row_ids[index]

@@ -213,6 +213,8 @@ class MergedRows:
         compression: str | None,
     ) -> None:
         self._chain, self._directory = chain, directory
+        for reader in chain:
+            reader.in_blocks = True
         self._compression = compression
         self._rows = directory / names.rows_directory(0)
         self.syncs = syncs_directories(directory)
@@ -245,6 +247,8 @@ class MergedRows:
                 for tile in leaf:
                     self._write_tile(tile, sums)
                 sums.check()
+                for reader in self._chain:
+                    reader.forget_positions()
             self._write_ids()
             dense = self._copy_dense()
             arrays: dict[str, ArrayEntry] = {}

@@ -132,19 +132,24 @@ def overlap(
     """
     entry = reader.tables[tile.table]
     start, stop = tile.box[0]
-    positions = listed_rows(reader, process, tile, segment)
     unmoved = target.unmoved(entry)
     if unmoved is not None:
         first = max(start, rows[0]) - start
         last = min(stop, rows[1], unmoved) - start
         if first >= last:
             return slice(0, 0), slice(0, 0)
-        shift = start - rows[0]
+        shift, count = start - rows[0], stop - start
+        ids = process, segment.row_ids, count
+        if (block := reader.positions_between(*ids, first, last)) is not None:
+            before, found = block
+            return slice(before, before + len(found)), found + shift
+        positions = listed_rows(reader, process, tile, segment)
         if positions is None:
             return slice(first, last), slice(first + shift, last + shift)
         # Positions are sorted, so those within a range are a run.
         first, last = np.searchsorted(positions, (first, last)).tolist()
         return slice(first, last), positions[first:last] + shift
+    positions = listed_rows(reader, process, tile, segment)
     stored, at = target.origins(entry, rows)
     if positions is None:
         # In their own dtype, else numpy copies them all.
