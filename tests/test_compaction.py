@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -24,7 +29,10 @@ from cnr_jax.format.tiles import load_process
 from cnr_jax.repository import step_reader
 from cnr_jax.repository.compaction import rows
 from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.store import is_directory
 from cnr_jax.testing import damage, inprocess
+
+from .bucket_proxy import GoogleProxy, Proxy
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
@@ -53,7 +61,7 @@ def _set_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
 class Run:
     """Two tables under Adam, of which some rows change between two saves."""
 
-    def __init__(self, root: Path, seed: int = 0) -> None:
+    def __init__(self, root: epath.PathLike, seed: int = 0) -> None:
         self.root, self._rng = root, np.random.default_rng(seed)
         self.step = 0
         self.values: dict[str, np.ndarray] = {}
@@ -118,7 +126,7 @@ def assert_same(got: Flat, expected: Flat) -> None:
         assert got[name].tobytes() == value.tobytes(), name
 
 
-def kinds(root: Path) -> dict[str, str]:
+def kinds(root: epath.PathLike) -> dict[str, str]:
     return {each.directory: each.kind for each in cnr.describe(root).steps}
 
 
@@ -320,6 +328,102 @@ def test_flipped_bits_are_found(tmp_path: Path) -> None:
             with pytest.raises((cnr.errors.CnrError, ValueError)):
                 run.restored(2)
     assert_same(run.restored(2), expected)
+
+
+def test_a_root_in_a_bucket(bucket: epath.Path) -> None:
+    """Where no folder is renamed, and a catalogue tells of steps."""
+    root = bucket / "root"
+    run = Run(root)
+    options = {"codec": "lattice", "slot_codec": "moments"}
+    run.save(options, saves=5)
+    chain = [run.restored(step) for step in range(5)]
+    done = cnr.compact(root, step=2, writer_is_dead=True)
+    assert done.merged_directory == "2.g1.branch"
+    assert kinds(root) == {
+        "0": "full",
+        "1": "delta",
+        "2.g1.branch": "full",
+        "3": "delta",
+        "4": "delta",
+    }
+    assert not is_directory(root / "2")
+    for step in range(5):
+        assert_same(run.restored(step), chain[step])
+    assert cnr.verify(root, level="data") == ()
+    # A run goes on from there, and without what was merged.
+    run.save(options)
+    last = run.restored(5)
+    cnr.prune(root, keep=1, delete=True, writer_is_dead=True)
+    assert kinds(root) == {
+        "2.g1.branch": "full",
+        "3": "delta",
+        "4": "delta",
+        "5": "delta",
+    }
+    assert_same(run.restored(None), last)
+    cnr.compact(root, writer_is_dead=True)
+    assert_same(run.restored(None), last)
+    run.save(options)
+    assert kinds(root)["6"] == "delta"
+
+
+def test_a_kill_in_a_bucket(bucket: epath.Path, proxy: Proxy) -> None:
+    """Whatever request is the first that changes nothing any more, all steps restore."""
+    run = Run(bucket / "root")
+    run.save({"codec": "lattice"}, saves=4)
+    chain = [run.restored(step) for step in range(4)]
+    left, kills, replaced = 0, 0, set[tuple[str, ...]]()
+
+    def harm(kind: str, path: str, number: int) -> int | None:
+        nonlocal left
+        left -= kind in ("PUT", "DELETE")
+        return 403 if kind in ("PUT", "DELETE") and left < 0 else None
+
+    while (plan := cnr.plan_compaction(run.root, step=2)).step or plan.replaced:
+        replaced.add(plan.replaced)
+        left, proxy.harm = kills, harm
+        with contextlib.suppress(cnr.errors.CnrError):
+            plan.execute(writer_is_dead=True)
+        proxy.harm = lambda *_: None
+        kills += 2
+        for step in (2, 3):
+            assert_same(run.restored(step), chain[step])
+    assert kills > 20 and replaced == {(), ("2",)}
+    run.save({"codec": "lattice"})
+    assert kinds(bucket / "root")["4"] == "delta"
+    assert not is_directory(bucket / "root" / "2")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("refused", ["/manifest.json", "zarr.json"])
+def test_a_removal_in_a_bucket_that_is_cut_short(
+    s3: str,
+    make_bucket: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+) -> None:
+    """Where each file is removed by a request of its own: what rests on the step restores."""
+    make_bucket(name := f"bucket-{secrets.token_hex(8)}")
+    with contextlib.closing(GoogleProxy(s3)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        run = Run(root := epath.Path(f"gs://{name}/root"))
+        run.save({"codec": "lattice"}, saves=3)
+        chain = [run.restored(step) for step in range(3)]
+
+        proxy.harm = lambda kind, path, number: (
+            403 if kind == "DELETE" and unquote(path).endswith(refused) else None
+        )
+        with pytest.raises(cnr.errors.RootError):
+            cnr.compact(root, step=1, writer_is_dead=True)
+        assert proxy.harmed
+        proxy.harm = lambda *_: None
+        for step in (1, 2):
+            assert_same(run.restored(step), chain[step])
+        run.save({"codec": "lattice"})
+        assert kinds(root)["3"] == "delta"
+        assert not is_directory(root / "1")
+        for step in (1, 2):
+            assert_same(run.restored(step), chain[step])
 
 
 def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:

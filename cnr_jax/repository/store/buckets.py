@@ -234,18 +234,22 @@ class BucketStore(Objects):
     def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
         try:
             markers, rest = self._keys(path)
+            # What rests on a step for which another stands is read from that one then.
+            first = [key for key in rest if key.endswith(f"/{names.MANIFEST}")]
+            rest = [key for key in rest if not key.endswith(f"/{names.MANIFEST}")]
             attempt = f"{_split(path)[1]}/{names.ATTEMPT}"
             if attempt in markers:
                 # First, and removed last: what is left by a kill is known for what it is.
                 note = path / names.ATTEMPT
                 _, version = self.read_version(note) or (b"", None)
                 version = self.swap(note, names.REMOVED, version)
+                self._delete(path, first)
                 self._delete(path, [key for key in markers + rest if key != attempt])
                 # Somebody may have begun to write there again meanwhile.
                 if self.read_version(note) == (names.REMOVED, version):
                     self._delete(path, [attempt])
                 return []
-            for keys in (markers, rest):
+            for keys in (markers, first, rest):
                 self._delete(path, keys)
         except FileNotFoundError:
             pass
