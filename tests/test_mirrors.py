@@ -25,8 +25,6 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.saving import lifecycle
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
-from cnr_jax.repository.markers import says_committed
-from cnr_jax.repository.mirroring import mirror
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.step_files import Meter
 from cnr_jax.repository.store import can, names_in, store_of
@@ -552,10 +550,7 @@ def test_of_two_runs_that_find_a_mirror_empty_one_copies_there(
             return found(*how)
 
         monkeypatch.setattr(two._copier, "lacking", lacking)
-        claims = list[bytes]()
-        monkeypatch.setattr(one, "_see", lambda: claims.append(claim_of(far)))
         assert "another run" in two.catch_up().problems[0]
-        assert claims[-1] == claim_of(far), "who copies there is not disturbed"
         assert isinstance(two.lost, errors.UsedRootError) and one.lost is None
         run.run(manager, [1])
         report = one.catch_up()
@@ -565,88 +560,6 @@ def test_of_two_runs_that_find_a_mirror_empty_one_copies_there(
     assert steps_in(far) == ["0", "1"]
     run.check(manager, None)
     assert cnr.verify(far) == ()
-
-
-def claim_of(far: epath.Path) -> bytes:
-    try:
-        return store_of(far).read(far / names.WRITER)
-    except FileNotFoundError:
-        return b""
-
-
-def test_who_comes_to_a_mirror_that_has_just_become_another_runs_leaves_it(
-    tiny_run: Any,
-    root: Path,
-    far: epath.Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The one has looked there before the other has committed, and claims it in between."""
-    monkeypatch.setattr(mirror, "_RETRY_SECS", 0.1)
-    run, other = tiny_run(), tiny_run(salt=1)
-    with run.open(root) as manager, other.open(tmp_path / "other") as second:
-        run.run(manager, range(2))
-        other.run(second, [5])
-        one, two = (Mirror(epath.Path(m.directory), far) for m in (manager, second))
-        claim, copy = two._copier.writer.claim, one._copier.copy
-
-        def claims(own: str | None = None) -> Any:
-            found: list[Any] = []
-
-            def copies(entry: Any) -> None:
-                if entry.step == 1:
-                    found.append(claim(own=own))
-                copy(entry)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(one._copier, "copy", copies)
-                assert "taken over" in one.catch_up().problems[0]
-            return found[0]
-
-        monkeypatch.setattr(two._copier.writer, "claim", claims)
-        assert "another run" in two.catch_up().problems[0]
-        one.start()
-        until(lambda: steps_in(far) == ["0", "1"])
-        assert one.lost is None
-        for each in (one, two):
-            each.close(60)
-    run.check(manager, None)
-    assert cnr.verify(far) == ()
-
-
-@pytest.mark.parametrize("step", [0, 5])
-def test_a_step_that_is_about_to_be_committed_as_a_mirror_is_taken_over_is_not(
-    tiny_run: Any,
-    root: Path,
-    bucket: epath.Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step: int,
-) -> None:
-    """Of two runs one is in the mirror, whatever their steps are called."""
-    run, other, far = tiny_run(), tiny_run(salt=1), bucket / "far"
-    with run.open(root) as manager, other.open(tmp_path / "other") as second:
-        run.run(manager, [0])
-        other.run(second, [step])
-        one, two = (Mirror(epath.Path(m.directory), far) for m in (manager, second))
-        swap = type(store_of(far)).swap
-
-        def swaps(store: Any, path: Any, data: bytes, version: Any) -> Any:
-            if says_committed(data):
-                patch.undo()
-                assert two.catch_up().problems == ()
-            return swap(store, path, data, version)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(store_of(far)), "swap", swaps)
-            assert len(one.catch_up().problems) == 1
-        assert "taken over" in one.catch_up().problems[0]
-        for each in (one, two):
-            each.close(0)
-    assert [s.directory for s in cnr.describe(far).steps] == [str(step)]
-    assert harm(far) == []
-    with other.open(str(far)) as reader:
-        other.check(reader, step)
 
 
 def test_a_mirror_of_another_run_is_left_alone(

@@ -18,9 +18,9 @@ from cnr_jax.repository.index.entries import Entry, order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import Kept, children_first, kept_steps
 from cnr_jax.repository.items import find_item
-from cnr_jax.repository.layout import Place, step_directories
+from cnr_jax.repository.layout import Place
 from cnr_jax.repository.mirroring.step_files import Meter, copy_files, mend_files
-from cnr_jax.repository.step import is_same_step, read_manifest, what_is_in
+from cnr_jax.repository.step import is_same_step, read_manifest
 from cnr_jax.repository.store import AnyPath, can, store_of, sync_directory
 from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.removal import remove_in_place
@@ -117,39 +117,11 @@ class Copier:
         self.writer.claim(own=own)
         if not self._has_claimed:
             try:
-                if self._take_attempts(self.writer.refreshed()):
-                    self.writer.refreshed()
-                self._check_run(self.there)
+                self._check_run(self.writer.refreshed())
             except errors.UsedRootError:
                 self.writer.withdraw()
                 raise
             self._has_claimed = True
-
-    def _take_attempts(self, there: Ledger) -> bool:
-        """Keeps attempts of other runs from being committed, in a target that was just claimed.
-
-        Who had the claim before may have looked at it last before it was lost, and commit now.
-
-        Returns:
-            Whether there were folders of any.
-        """
-        own = {entry.uuid.encode() for entry in self.source.entries.values()}
-        known = there.all_directories()
-        found = [
-            name
-            for name in step_directories(self._target, self._is_step)
-            if name not in known
-        ]
-        for name in found:
-            if what_is_in(self._target, name) != "attempt":
-                continue
-            note = self._target / name / names.ATTEMPT
-            held = store_of(note).read_version(note)
-            if held is not None and held[0] not in own:
-                # One that is committed meanwhile is seen by who looks next.
-                with contextlib.suppress(FileExistsError):
-                    store_of(note).swap(note, names.REMOVED, held[1])
-        return bool(found)
 
     def _look(self, item: str) -> Ledger:
         """The steps of the source as they now are."""

@@ -51,8 +51,7 @@ class Mirror:
         root: the same.
         target: the same.
         way_back: from the target into the root.
-        lost: why nothing was copied last: somebody else has the target. One who was refused there
-            has left it again.
+        lost: why nothing more is copied: somebody else has the target.
     """
 
     def __init__(
@@ -81,6 +80,7 @@ class Mirror:
         self._grown: list[int] = []
         self._has_warned = False
         self._done = MirrorReport(root=os.fspath(root), mirror=os.fspath(target))
+        # Why it does nothing any more.
         self.lost: errors.CnrError | None = None
         self._thread: threading.Thread | None = None
         # True: copy what there is; False: and then end.
@@ -184,8 +184,7 @@ class Mirror:
                 self.catch_up()
             except Stopped:
                 return
-            if isinstance(self.lost, errors.UsedRootError):
-                _log.error("nothing more is copied to the mirror %s", self.target)
+            if self.lost is not None:
                 return
             pause = _RETRY_SECS if self.report().problems else None
 
@@ -197,7 +196,7 @@ class Mirror:
         Raises:
             Stopped: if the mirror is closed meanwhile.
         """
-        problems, before, self.lost = list[str](), self._done, None
+        problems, before = list[str](), self._done
         try:
             self._copy_all(problems)
             if self._keep is not None and self._copier.item is not None:
@@ -215,6 +214,8 @@ class Mirror:
         new = [each for each in problems if each not in self._done.problems]
         for each in new:
             _log.warning("the mirror %s: %s", self.target, each)
+        if self.lost is not None:
+            _log.error("nothing more is copied to the mirror %s", self.target)
         self._add(problems=tuple(problems))
         return self.report()
 
