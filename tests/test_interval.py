@@ -119,7 +119,6 @@ def test_costs_are_medians_of_each_kind() -> None:
 def test_a_save_is_due_so_many_steps_after_the_one_before() -> None:
     counted = Interval(cnr.Options(interval="auto"))
     assert counted.is_due(7) and not counted.goes_on(7)
-    counted.settle(7, *counted.decided())
     counted.start_at(7)
     assert [counted.is_due(step) for step in (8, 16, 17, 99)] == [0, 0, 1, 1]
     counted.learn(Measurements(saves=tuple(saves(40))))
@@ -134,21 +133,6 @@ def test_a_save_is_due_so_many_steps_after_the_one_before() -> None:
     assert (counted.steps, counted.changed) == (40, "")
     counted.start_at(None)
     assert counted.is_due(58)
-
-
-def test_a_program_begins_with_what_was_measured_before_it(caplog: Any) -> None:
-    caplog.set_level("INFO", logger="cnr_jax")
-    seen = Measurements(saves=tuple(saves(40, blocking_secs=0.4)))
-    counted = Interval(cnr.Options(interval="auto"))
-    counted.start_at(7)
-    counted.learn(seen)
-    assert counted.steps == settled(cost_of_saves(seen.saves), now=10) > 40
-    assert f"a save is due every {counted.steps} steps, within a" in caplog.text
-    assert counted.decided() == (counted.steps, "") and counted.changed == ""
-    # From the first save on it changes by no larger factor at once.
-    counted.settle(7, *counted.decided())
-    counted.learn(Measurements(saves=tuple(saves(40, blocking_secs=40.0))))
-    assert counted.decided()[0] == 4 * counted.steps
 
 
 def test_a_clock_says_that_a_save_is_due_if_steps_take_longer_than_ever() -> None:
@@ -260,29 +244,6 @@ def test_a_restored_run_counts_from_the_step_that_was_restored(
     run.salt = 1
     assert trained(run, manager, range(1, 12))[0] == 10
     manager.wait_until_finished()
-
-
-def test_a_restored_run_goes_on_with_the_interval_it_had_come_to(
-    tiny_run: Any, opened: Any
-) -> None:
-    run = tiny_run()
-    first = opened(run, interval="auto", slowdown=0.002)
-    for step in range(24):
-        run.train(step)
-        run.save(first, step, force=step % 3 == 0)
-        first.wait_until_finished()
-    newest = first.all_steps()[-1]
-    first.close()
-    assert newest == 21
-    manager = opened(run, interval="auto", slowdown=0.002)
-    run.restore(manager, newest)
-    every = manager._handler.interval.steps
-    assert every > 10
-    assert not manager.should_save(newest + every - 1)
-    assert manager.should_save(newest + every)
-    assert trained(run, manager, [newest + every]) == [newest + every]
-    manager.wait_until_finished()
-    assert manager.last_report.interval_steps == every
 
 
 def test_the_last_save_before_the_end_is_due_whatever_the_interval(

@@ -304,32 +304,6 @@ def test_saves_that_wait_for_room_tell_of_their_train_steps(tmp_path: Path) -> N
     assert [sum(part.steps for part in save.trained) for save in rest] == [5] * 10
 
 
-def test_a_manager_notes_nothing_in_a_root_that_is_not_its_own(tmp_path: Path) -> None:
-    root, one, two = tmp_path / "run", Loop(), Loop()
-
-    def restored(loop: Loop, manager: cnr.CheckpointManager) -> None:
-        found = manager.restore(None, args=cnr.args.Restore(loop.state))
-        loop.state, loop.touched, loop.step = found.state, found.touched, 26
-
-    first = one.manager(root)
-    one.run(first, 26)
-    first.wait_until_finished()
-    with two.manager(root) as second:
-        restored(two, second)
-        two.run(second, 30)
-    kept = read_measurements(root)
-    assert kept is not None and kept.saves[-1].step > 30
-    # It has measured something, and lost the root since.
-    assert len(first._saves.meter.found.saves) == 6
-    first.close()
-    assert read_measurements(root) == kept
-    # One that only restores has never had it.
-    with two.manager(root) as third:
-        restored(two, third)
-        assert len(third._saves.meter.found.reads) == 2
-    assert read_measurements(root) == kept
-
-
 def test_saves_in_flight_that_fail_are_not_measured(
     tiny_run: Any, opened: Any, storage: Any
 ) -> None:

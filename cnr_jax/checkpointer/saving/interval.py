@@ -14,8 +14,6 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 # Before anything is measured.
 _FIRST_STEPS = 10
-# After so many, each by a factor of 4, an interval is any.
-_CHANGES = 12
 
 
 class Interval:
@@ -37,7 +35,6 @@ class Interval:
         self._options = options
         self.steps, self.changed = _FIRST_STEPS, ""
         self._next: tuple[int, str] | None = None
-        self._is_settled = False  # by a save of this program
         # The step that is counted from; None: the next one is due.
         self._after: int | None = None
         self._begun_at = time.monotonic()
@@ -63,36 +60,20 @@ class Interval:
         self._after, self._begun_at = step, time.monotonic()
 
     def learn(self, found: Measurements) -> None:
-        """Works out the next interval, in the background.
-
-        Before the first save, from what was measured of the run before: one process takes that over
-        at once, several with the first save.
-        """
+        """Works out the next interval, in the background."""
         cost = cost_of_saves(found.saves)
         if cost is None:
             return
         limit = self._options.max_lost_secs
         if limit is not None:
             self._limit_secs = lost_limit(cost, limit)
-        self._next = None
-        for _ in range(1 if self._is_settled else _CHANGES):
-            better = best_interval(
-                cost,
-                self._next[0] if self._next else self.steps,
-                slowdown=self._options.slowdown,
-                max_lost_secs=limit,
-                in_flight=self._options.max_in_flight,
-            )
-            if better is None:
-                break
-            self._next = better
-        if self._next and not self._is_settled and jax.process_count() == 1:
-            (self.steps, why), self._next = self._next, None
-            _log.info(
-                "as was measured of this run before, a save is due every %d steps, %s",
-                self.steps,
-                why,
-            )
+        self._next = best_interval(
+            cost,
+            self.steps,
+            slowdown=self._options.slowdown,
+            max_lost_secs=limit,
+            in_flight=self._options.max_in_flight,
+        )
 
     def decided(self) -> tuple[int, str]:
         """On process 0: the interval after the save that is being decided, and why it changes."""
@@ -101,7 +82,7 @@ class Interval:
 
     def settle(self, step: int, steps: int, why: str) -> None:
         """Takes over what process 0 has decided."""
-        self.changed, self._is_settled = why, True
+        self.changed = why
         if why:
             _log.info(
                 "step %d: from here on a save is due every %d steps instead of %d, %s",

@@ -41,9 +41,9 @@ class Meter:
     Args:
         root: where it is noted.
         flying: saves that are in flight.
-        is_noted: whether this process notes what it measures in the root; may look there.
+        is_noted: whether this process notes what it measures in the root.
         is_new: whether what is noted there is of an earlier run.
-        learn: is told of all that was measured, with each save and restore.
+        learn: is told of all that was measured, with each save.
     """
 
     def __init__(
@@ -124,10 +124,6 @@ class Meter:
         """A restore: what comes next does not go on from the save before."""
         self._since = self._alone = None
         self._note(self.found.with_read(report.bytes_read, report.total_secs))
-        try:
-            self._learn(self.found)
-        except Exception:  # advice alone rests on it
-            _log.exception("nothing is learned of what saves took before")
 
     # Any thread.
 
@@ -176,10 +172,10 @@ class Meter:
         """Notes in the root what was measured, now and then; a failure is logged."""
         now = time.perf_counter()
         is_due = at_once or now > self._noted_at + _NOTED_SECS
-        # Fewer saves tell nothing.
-        enough = self._has_news and len(self.found.saves) >= ENOUGH
-        if not (is_due and enough and self._is_noted()):
+        if not (is_due and self._has_news and self._is_noted()):
             return
+        if len(self.found.saves) < ENOUGH:
+            return  # which tell nothing
         self._has_news, self._noted_at = False, now
         try:
             self.found.write(self._root)

@@ -100,7 +100,7 @@ class Saves:
         self.meter = self._lifecycle.meter = Meter(
             self.steps.root,
             self.pipeline.in_flight,
-            is_noted=self._writer.is_ours,
+            is_noted=lambda: self._writer.writes,
             is_new=self._options.new_run,
             learn=self._learn,
         )

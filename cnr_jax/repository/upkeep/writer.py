@@ -374,16 +374,6 @@ class RootWriter:
         if self.writes:
             self._claim.check()
 
-    def is_ours(self) -> bool:
-        """Whether this manager has claimed the root, and no other one has since."""
-        if not self.writes or not self._claim.is_taken:
-            return False
-        try:
-            self._claim.check()
-        except (OSError, errors.WriterError):
-            return False
-        return True
-
     def check_removal(self, directory: str) -> None:
         """Right before a step is removed: `check_claim`, and no catalogue names it any more."""
         self.check_claim()
