@@ -14,7 +14,7 @@ from cnr_jax.goodput.profile import ENOUGH, Profile, Seconds
 # Growth of changed rows with train steps, if a run does not show it, as where look-ups are skewed.
 _USUAL_EXPONENT = 0.7
 # More than bytes or seconds of a save can be.
-_MOST = 1e18
+MOST = 1e18
 # What differs by less, as a share of the largest, does not tell a slope.
 _TELLING = 0.1
 # As is the part of a time beside saves, if it differs by less.
@@ -75,10 +75,19 @@ class MeasuredSave:
             TypeError, ValueError: if it is something else.
         """
         trained = tuple(Trained(*each) for each in document["trained"])
-        numbers = [v for k, v in document.items() if k not in ("kind", "trained")]
+        unknown = {"parent", "blocking_secs", "durable_secs"}
+        numbers = [
+            value
+            for key, value in document.items()
+            if key not in ("kind", "trained") and not (key in unknown and value is None)
+        ]
         for each in (*numbers, *itertools.chain(*trained)):
-            if each is not None and not 0 <= each < _MOST:
+            if not 0 <= each < MOST:
                 raise ValueError(f"{each} is nothing that is measured")
+        if document["kind"] not in ("full", "delta") or any(
+            t.steps < 1 for t in trained
+        ):
+            raise ValueError(f"{document} is no save")
         return cls(**{**document, "trained": trained})
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.goodput.measured import MeasuredSave, measured_profile
+from cnr_jax.goodput.measured import MOST, MeasuredSave, measured_profile
 from cnr_jax.goodput.profile import Profile
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.store import AnyPath, read_small, replace_durably
@@ -82,7 +81,7 @@ def read_measurements(root: Any) -> Measurements | None:
             return None
         saves = tuple(map(MeasuredSave.from_json, document["saves"]))
         reads = tuple((size, secs) for size, secs in document["reads"])
-        if not all(0 <= each < math.inf for read in reads for each in read):
+        if not all(0 <= each < MOST for read in reads for each in read):
             raise ValueError(f"{reads} are no restores")
         return Measurements(**{**document, "saves": saves, "reads": reads})
     except FileNotFoundError:

@@ -149,7 +149,11 @@ def test_what_is_kept_is_read_again_and_what_is_damaged_is_not(tmp_path: Path) -
         {**whole, "saves": [{**whole["saves"][1], "blocking_secs": -1}]},
         {**whole, "saves": [{**whole["saves"][1], "trained": [[1, 2]]}]},
         {**whole, "saves": [{**whole["saves"][1], "trained": [[1, 1e99, 2]]}]},
+        {**whole, "saves": [{**whole["saves"][1], "trained": [[0, 1, 0]]}]},
+        {**whole, "saves": [{**whole["saves"][1], "nbytes": None}]},
+        {**whole, "saves": [{**whole["saves"][1], "kind": None}]},
         {**whole, "reads": [[1, float("nan")]]},
+        {**whole, "reads": [[10**400, 1]]},
         {**whole, "more": 1},
         [],
         {},
@@ -302,6 +306,21 @@ def test_saves_that_wait_for_room_tell_of_their_train_steps(tmp_path: Path) -> N
         _first, *rest = manager._saves.meter.found.saves
     assert len(rest) == 10 and all(save.trained for save in rest)
     assert [sum(part.steps for part in save.trained) for save in rest] == [5] * 10
+
+
+def test_a_save_that_waits_for_room_waits_for_its_step(tmp_path: Path) -> None:
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        for _ in range(10):
+            x = jnp.tanh(x @ x)
+        return x
+
+    one = jnp.ones((1000, 1000))
+    step(one).block_until_ready()
+    measured = meter.Meter(tmp_path, lambda: (), is_noted=lambda: False, is_new=True)
+    state = step(one)
+    measured.asked({"user": state}, waits=True)
+    assert state.is_ready()
 
 
 def test_saves_in_flight_that_fail_are_not_measured(

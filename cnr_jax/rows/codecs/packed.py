@@ -132,7 +132,7 @@ def _narrow(rows: np.ndarray) -> np.ndarray:
 
 def _are_alive(rows: np.ndarray) -> np.ndarray:
     """Whether each row has an integer that is not zero."""
-    size = math.gcd(rows.strides[0], 8)
+    size = math.gcd(rows.shape[1] * rows.itemsize, 8)
     words, found = rows.view(f"u{size}"), np.empty(len(rows), np.bool_)
     for some in _blocks(rows):
         block = words[some]
