@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.restoring import attempts
 from cnr_jax.format import names
 from cnr_jax.format.tiles import load_process
 from cnr_jax.repository import step_reader
@@ -378,6 +379,31 @@ def test_a_root_in_a_bucket(bucket: epath.Path) -> None:
     assert_same(run.restored(None), last)
     run.save(options)
     assert kinds(root)["6"] == "delta"
+
+
+@pytest.mark.parametrize("step", [2, 3, None])
+def test_a_step_that_is_merged_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    run, merges = Run(tmp_path), iter([2])
+    run.save({"codec": "lattice"}, saves=4)
+    expected = {each: run.restored(each) for each in (2, 3, None)}
+    attempt = attempts._attempt
+
+    def met(*args: Any) -> Any:
+        for merged in merges:
+            cnr.compact(tmp_path, step=merged, writer_is_dead=True)
+        return attempt(*args)
+
+    monkeypatch.setattr(attempts, "_attempt", met)
+    with cnr.CheckpointManager(tmp_path, tables=run.tables) as manager:
+        for each in (step, 2, 3, None):
+            found = manager.restore(each, args=cnr.args.Restore(run.state()))
+            leaves, _ = jax.tree_util.tree_flatten_with_path(found.state)
+            got = {jax.tree_util.keystr(k): np.asarray(x) for k, x in leaves}
+            assert_same(got, expected[each])
+        assert manager.all_steps() == [0, 1, 2, 3]
+    assert kinds(tmp_path)["2.g1.branch"] == "full"
 
 
 def test_a_kill_in_a_bucket(bucket: epath.Path, proxy: Proxy) -> None:

@@ -43,7 +43,7 @@ from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import TRIES, deleted_step, is_same_step
-from cnr_jax.repository.store import AnyPath, asking_once, exists
+from cnr_jax.repository.store import AnyPath, asking_once, exists, names_in
 from cnr_jax.repository.store.checked import UNKNOWN, UNREAD
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.texts import logger
@@ -100,7 +100,7 @@ def restore(
         all_succeed(channel, lambda: chooser.ledger)
     elif elsewhere is None:
         on_primary(channel, lambda: listing.check_exists(step))
-    tried, deleted = list[int](), 0
+    tried, gone = list[int](), 0
     while True:
         taken = on_primary(channel, chooser.newest) if step is None else step
         name, uuid = _find(steps, taken, root), chooser.uuid_of(taken)
@@ -118,10 +118,10 @@ def restore(
         except Exception as error:
             # Of several processes all hear of damage, but not of other errors.
             is_told = isinstance(error, errors.DAMAGE) or jax.process_count() == 1
-            there = functools.partial(is_same_step, root, name, item, uuid)
-            if is_told and not on_primary(channel, there):
-                deleted += 1
-                if step is not None or deleted == TRIES:
+            became = functools.partial(chooser.became, taken, name, uuid)
+            if is_told and (now := on_primary(channel, became)):
+                gone += 1
+                if gone == TRIES or (step is not None and now == "deleted"):
                     raise deleted_step(root, taken) from error
                 all_succeed(channel, chooser.look_again)
                 if elsewhere is None:
@@ -238,6 +238,26 @@ class StepChooser:
         known = self.__dict__.get("ledger")
         entry = known.by_step(step) if known is not None else None
         return entry.uuid if entry is not None and entry.known else None
+
+    def became(self, step: int, directory: str, uuid: str | None) -> str:
+        """What became of a step while it was read; empty if it is there.
+
+        Args:
+            step: number of the step.
+            directory: name of its directory.
+            uuid: of its checkpoint; None: not known.
+
+        Returns:
+            `"replaced"` if another step stands for it, or for one that it rests on; `"deleted"`.
+        """
+        entry = self.ledger.by_step(step)
+        chain = [each.directory for each in self.ledger.chain(entry)] if entry else []
+        held = {*names_in(self._root)}
+        for name in {directory, *chain} - held:
+            if any(names.plain(each) == names.plain(name) for each in held):
+                return "replaced"
+        is_there = is_same_step(self._root, directory, self._item, uuid)
+        return "" if is_there else "deleted"
 
     def look_again(self) -> None:
         """Looks for steps that have come or gone since the root was read."""
