@@ -164,7 +164,8 @@ def parent_of(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
     if parent is None:
         return None
     above = entries.get(parent.directory)
-    if above is not None and above.answers_to(parent.uuid):
+    # Without a call: it is asked for each step of long chains.
+    if above is not None and above.uuid == parent.uuid:
         return above
     for name, each in entries.items():
         # The name is compared last: of most nothing stands for others.
