@@ -422,6 +422,9 @@ def test_an_odd_pair_is_refused(tmp_path: Path) -> None:
     for moments, text in (
         ([("mu", "none")], "means 0 slots"),
         ([("mu", "mu")], "are not a pair"),
+        ([(0, 1)], "must be pairs of slots"),
+        ([(None, "mu")], "must be pairs of slots"),
+        ([("mu", "nu"), ("nu", "mu")], "stands in two pairs"),
         ([("mu",)], "must be pairs"),
     ):
         spec = cnr.TableSpec(moments=moments)  # type: ignore[arg-type]

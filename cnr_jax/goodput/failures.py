@@ -237,7 +237,10 @@ def read_failures(path: str | os.PathLike[str], nodes: int | None = None) -> Fai
     try:
         text = file.read_text("utf-8")
     except FileNotFoundError as error:
-        raise OptionError(f"there is no trace of failures {file}") from error
+        raise OptionError(
+            f"there is no trace of failures {file}\n"
+            "  hint: the path of one, or exponential:HOURS or weibull:HOURS,SHAPE"
+        ) from error
     except UnicodeDecodeError as error:
         raise OptionError(f"{file} is no trace of failures: it is no text") from error
     read = _from_json if file.suffix == ".json" else _from_csv
@@ -252,7 +255,16 @@ def read_failures(path: str | os.PathLike[str], nodes: int | None = None) -> Fai
 
 
 def _from_csv(text: str) -> tuple[list[float], list[float]]:
-    _, *rows = [row for row in csv.reader(text.splitlines()) if row]
+    lines = [row for row in csv.reader(text.splitlines()) if row]
+    if not lines:
+        raise ValueError("it is empty")
+    head, *rows = lines
+    try:
+        float(head[0])
+    except ValueError:
+        pass
+    else:
+        raise ValueError(f"its first row is no header, got {','.join(head)}")
     pairs = [(float(secs), float(nodes)) for secs, nodes in rows]
     return [secs for secs, _ in pairs], [nodes for _, nodes in pairs]
 

@@ -7,7 +7,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,7 +119,8 @@ class Profile:
             if field.name in _SECONDS:
                 fits = isinstance(value, Seconds) or value is field.default is None
             elif field.name == "in_flight":
-                fits = bool(value) and all(is_number(e) and e >= 1 for e in value)
+                fits = isinstance(value, Sequence) and bool(value)
+                fits = fits and all(is_number(each) and each >= 1 for each in value)
             else:
                 fits = is_number(value)
             if not fits:

@@ -9,7 +9,9 @@ the dense rest, so that a checkpoint holds all of it, once.
 
 from __future__ import annotations
 
+import itertools
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -270,7 +272,7 @@ def _moments(
         return tuple((a, b) for a, b in pairs if b and shapes.get(b) == shapes[a])
     found: list[tuple[str, str]] = []
     for pair in given:
-        if isinstance(pair, str) or len(pair) != 2:
+        if isinstance(pair, str) or [type(path) for path in pair] != [str, str]:
             raise TableError(
                 f"table {name!r}: moments must be pairs of slots, got {pair!r}\n"
                 "  hint: TableSpec(moments=[('mean', 'squares')])"
@@ -283,6 +285,11 @@ def _moments(
                 f" shape {list(both[1].shape)}, expected two slots of one shape"
             )
         found.append((both[0].name, both[1].name))
+    again = [each for each, n in Counter(itertools.chain(*found)).items() if n > 1]
+    if again:
+        raise TableError(
+            f"table {name!r}: {again[0]!r} stands in two pairs of moments, expected one"
+        )
     return tuple(found)
 
 
@@ -310,6 +317,7 @@ def _named_slot(name: str, slots: Sequence[Leaf], path: str) -> Leaf:
         raise TableError(
             f"table {name!r}: {path!r} of moments means {len(found)} slots, expected 1\n"
             f"  slots: {', '.join(slot.name for slot in slots) or 'none'}"
+            + ("" if slots else "\n  hint: TableSpec(slots=[...]) names them")
         )
     return found[0]
 

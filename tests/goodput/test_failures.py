@@ -55,6 +55,7 @@ def test_samples_at_equal_distances_last_as_long_as_their_distance(
         ("a.csv", "secs,nodes\n1,2,3\n", "is no trace of failures"),
         ("a.csv", "secs,nodes\n1,one\n", "is no trace of failures"),
         ("a.csv", "", "is no trace of failures"),
+        ("a.csv", "0,4\n100,3\n", "its first row is no header, got 0,4"),
         ("a.csv", "secs,nodes\n1,2\n", "has 1 times and 1 numbers of nodes"),
         ("a.csv", "secs,nodes\n2,2\n1,2\n", "the times of trace 'a' do not rise"),
         ("a.csv", "secs,nodes\n1,2\ninf,2\n", "do not rise"),

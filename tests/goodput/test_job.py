@@ -228,6 +228,11 @@ def test_wrong_profiles_are_named(change: dict[str, Any], said: str) -> None:
         Profile.fromdict({**LARGE.asdict(), **change})
 
 
+def test_what_is_no_sequence_is_named_too() -> None:
+    with pytest.raises(OptionError, match=r"in_flight of a profile cannot be 1\.1"):
+        dataclasses.replace(LARGE, in_flight=1.1)  # type: ignore[arg-type]
+
+
 def test_deltas_grow_to_the_full_save_and_writes_slow_each_other_down() -> None:
     assert LARGE.delta_bytes(1) == 5e7 + 1e7
     assert LARGE.delta_bytes(100) == pytest.approx(5e7 + 1e7 * 100**0.7)
