@@ -423,7 +423,7 @@ def test_keys_and_tokens_are_in_nothing_that_a_run_leaves(
                 call()
             raised.append(caught.value)
         proxy.harm = lambda *_: 400
-        with pytest.raises(errors.RootError, match="the keys (have )?expired") as of:
+        with pytest.raises(errors.RootError, match=r"the keys (have )?expired") as of:
             run.restore(manager, None)
         raised.append(of.value)
         proxy.harm = lambda *_: None
