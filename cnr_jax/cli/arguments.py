@@ -84,6 +84,9 @@ Accelerators = Annotated[
     int, number_option("--accelerators", "That wait for saves and restores.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+WriterIsDead = Annotated[
+    bool, typer.Option("--writer-is-dead", help="Whoever saved here last has ended.")
+]
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
 ]

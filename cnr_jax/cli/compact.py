@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root, StepOption
+from cnr_jax.cli.arguments import AsJson, Item, Root, StepOption, WriterIsDead
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -17,10 +17,7 @@ def compact(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell what would be merged.")
     ] = False,
-    writer_is_dead: Annotated[
-        bool,
-        typer.Option("--writer-is-dead", help="Whoever saved here last has ended."),
-    ] = False,
+    writer_is_dead: WriterIsDead = False,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:

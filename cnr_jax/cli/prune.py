@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root, number_option
+from cnr_jax.cli.arguments import AsJson, Item, Root, WriterIsDead, number_option
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -24,10 +24,7 @@ def prune(
     yes: Annotated[
         bool, typer.Option("--yes", help="Delete; without it nothing is changed.")
     ] = False,
-    writer_is_dead: Annotated[
-        bool,
-        typer.Option("--writer-is-dead", help="Whoever saved here last has ended."),
-    ] = False,
+    writer_is_dead: WriterIsDead = False,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:

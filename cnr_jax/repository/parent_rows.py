@@ -90,6 +90,7 @@ class ParentRows:
         """Frees all rows."""
         with self._changed:
             self._uuid, self._tiles, self._last = "", {}, ("", "", {})
+            self._writing.clear()
 
     def note(
         self, uuid: str, parent: ParentRef | None, tiles: Mapping[TileKey, WrittenTile]

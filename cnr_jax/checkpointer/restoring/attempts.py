@@ -3,7 +3,8 @@
 A restore of a given step never takes another. A restore of the newest step passes over those that
 turn out damaged, and over steps that rest on them; the log names each with the reason. A step that
 is whole, but has a file that could be taken for a part of it, is not passed over: its error is
-raised. A step that goes while it is read, as by retention of another program, is not damaged.
+raised. A step that goes while it is read, as by retention of another program, is not damaged, and
+one that is merged meanwhile, or rests on such a one, is read again.
 """
 
 from __future__ import annotations

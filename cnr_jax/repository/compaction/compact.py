@@ -50,7 +50,7 @@ class CompactionPlan:
 
     Attributes:
         root: its path.
-        step: of which the chain is merged; None: of no step, as none rests on others.
+        step: number of the step whose chain is merged; None: none rests on others.
         directory: of that step; empty: there is none.
         chain: step directories that are merged, the full one first.
         restore_bytes: that a restore of the step reads now at most.
