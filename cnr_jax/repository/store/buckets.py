@@ -249,7 +249,7 @@ class BucketStore(Objects):
                 if self.read_version(note) == (names.REMOVED, version):
                     self._delete(path, [attempt])
                 return []
-            for keys in (markers, first, rest):
+            for keys in (markers, first + rest):
                 self._delete(path, keys)
         except FileNotFoundError:
             pass
