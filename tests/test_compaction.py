@@ -406,6 +406,22 @@ def test_a_step_that_is_merged_while_it_is_read_is_read_again(
     assert kinds(tmp_path)["2.g1.branch"] == "full"
 
 
+def test_a_rollback_behind_a_merged_step_in_a_bucket(bucket: epath.Path) -> None:
+    """The name of the merged step is taken, though no save of that generation was."""
+    run = Run(bucket / "root")
+    run.save({}, saves=4)
+    cnr.compact(run.root, step=2, writer_is_dead=True)
+    options = cnr.Options(tracking="fingerprint", policy=cnr.Consecutive())
+    with cnr.CheckpointManager(run.root, tables=run.tables, options=options) as manager:
+        manager.restore(1, args=cnr.args.Restore(run.state()))
+        run.step = 2
+        run.train()
+        manager.save(2, args=cnr.args.Save(run.state()))
+    assert [*kinds(run.root)] == ["0", "1", "2.g2.branch"]
+    assert run.restored(None)["['n']"] == 2
+    assert not [each for each in cnr.verify(run.root) if each.consequence]
+
+
 def test_a_kill_in_a_bucket(bucket: epath.Path, proxy: Proxy) -> None:
     """Whatever request is the first that changes nothing any more, all steps restore."""
     run = Run(bucket / "root")
