@@ -92,7 +92,8 @@ Output = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]
 NOTED_BY = (
-    "Options(metrics=True) notes it, but in buckets, where a profile in a file says it"
+    "managers note it from the fifth save on, those of older revisions with"
+    " Options(metrics=True)"
 )
 TRACE_HELP = (
     "A trace of nodes that are up (CSV of secs,nodes, or JSON), exponential:HOURS or"

@@ -13,14 +13,15 @@ import numpy as np
 from cnr_jax.errors import OptionError
 from cnr_jax.goodput.failures import HOUR_SECS
 from cnr_jax.goodput.profile import ENOUGH, Profile, is_number
-from cnr_jax.goodput.records import profile_of
+from cnr_jax.goodput.records import profile_at
 from cnr_jax.repository.course import Course, Save
 from cnr_jax.repository.description import aligned, amount
 
 MONTH_HOURS = 730.0
-# In a bucket: of a save, and of each step that a restore reads; and one more for each further
-# chunk of this size. As tests/benchmarks/bucket_requests.py counts them.
-_SAVE_REQUESTS, _READ_REQUESTS, _CHUNK_BYTES = 24, 7, 16 << 20
+# Requests in a bucket: those that write, and those that read, of a save, and those of each step
+# that a restore reads; and one more for each further chunk of this size. As
+# tests/benchmarks/bucket_requests.py counts them, listings with writes, as services charge them.
+_SAVE_WRITES, _SAVE_READS, _READ_REQUESTS, _CHUNK_BYTES = 21, 2, 7, 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class Prices:
         currency: name of the currency.
         storage_gb_month: price of a GB (10^9 bytes) that is stored for a month.
         network_gb: price of a GB between accelerators and storage.
-        write_requests_1000: price of a thousand requests that write.
+        write_requests_1000: price of a thousand requests that write or list.
         read_requests_1000: price of a thousand requests that read.
         accelerator_hour: price of an hour of one accelerator.
     """
@@ -59,11 +60,19 @@ class Prices:
             raise OptionError(
                 f"{path} has no prices: it is no TOML\n  {error}"
             ) from error
-        wrong = sorted(set(names) ^ set(given))
-        wrong += [n for n in names[1:] if n in given and not is_number(given[n])]
-        if wrong:
+        faults = {
+            "missing": [name for name in names if name not in given],
+            "unknown": [name for name in given if name not in names],
+            "no price": [
+                f"{name} = {given[name]!r}"
+                for name in names[1:]
+                if name in given and not is_number(given[name])
+            ],
+        }
+        said = [f"{fault}: {', '.join(of)}" for fault, of in faults.items() if of]
+        if said:
             raise OptionError(
-                f"{path} has no prices: {', '.join(wrong)}\n"
+                f"{path} has no prices\n  {'; '.join(said)}\n"
                 f"  expected currency, and numbers of 0 or more: {', '.join(names[1:])}"
             )
         return cls(**given)
@@ -76,8 +85,8 @@ class Quantities:
     Attributes:
         stored_bytes: bytes that are stored, with retention as it is.
         moved_bytes: bytes written by saves and read by restores.
-        write_requests: requests of saves in a bucket.
-        read_requests: requests of restores in a bucket.
+        write_requests: requests in a bucket that write or list.
+        read_requests: requests in a bucket that read.
         stall_hours: hours of accelerators that wait for saves; None: not known.
         restore_hours: hours of accelerators that restore, and train again what a failure took;
             None: not known.
@@ -189,7 +198,7 @@ def cost_of(
     Returns:
         The cost; None: fewer than five saves tell how often the run saves.
     """
-    profile = profile_of(course)
+    profile = profile_at(course.root, course=course)
     saves = [save for save in course.saves if "tables" in save.parts and save.saved_at]
     times = sorted(save.saved_at.timestamp() for save in saves if save.saved_at)
     if profile is None or len(times) < ENOUGH:
@@ -238,8 +247,11 @@ def _quantities(
     return Quantities(
         stored_bytes=float(stored),
         moved_bytes=float(monthly * sizes.mean() + restores * reads.mean()),
-        write_requests=float(monthly * (_SAVE_REQUESTS + chunks.mean())),
-        read_requests=float(restores * (depth * _READ_REQUESTS + read_chunks.mean())),
+        write_requests=float(monthly * (_SAVE_WRITES + chunks.mean())),
+        read_requests=float(
+            monthly * _SAVE_READS
+            + restores * (depth * _READ_REQUESTS + read_chunks.mean())
+        ),
         stall_hours=stall,
         restore_hours=repeat,
     )

@@ -41,13 +41,15 @@ def recorded_profile(
     return profile_at(describe(root, item=item), restart_secs)
 
 
-def profile_at(root: RootDescription, restart_secs: float = 0.0) -> Profile | None:
-    """As `recorded_profile`, of a root that is described."""
+def profile_at(
+    root: RootDescription, restart_secs: float = 0.0, course: Course | None = None
+) -> Profile | None:
+    """As `recorded_profile`, of a root that is described, and whose course may be known."""
     measured = read_measurements(root.root)
     found = measured and measured.profile(restart_secs)
     if found is not None and found.is_known:
         return found
-    return profile_of(course_of(root), restart_secs)
+    return profile_of(course or course_of(root), restart_secs)
 
 
 def profile_of(course: Course, restart_secs: float = 0.0) -> Profile | None:

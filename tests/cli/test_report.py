@@ -126,6 +126,8 @@ def test_prices_of_a_run_that_does_not_tell_and_of_charts(
     assert code != 0 and "there is no file of prices" in err
     svg = call("report", root, "-o", tmp_path / "a.svg", "--svg", "--prices", prices)
     assert svg[0] != 0 and "--prices is for the page" in svg[2]
+    alone = call("report", root, "-o", tmp_path / "b", "--accelerators", 8)
+    assert alone[0] != 0 and "what --prices tells" in alone[2]
     assert not (tmp_path / "a.svg").exists()
 
 

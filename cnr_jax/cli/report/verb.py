@@ -48,6 +48,8 @@ def report(
     known = None if prices is None else Prices.read(prices)
     if known is not None and svg:
         raise typer.BadParameter("--svg draws charts alone: --prices is for the page")
+    if known is None and accelerators != 1:
+        raise typer.BadParameter("--accelerators is for what --prices tells of costs")
     course = course_of(read_root(root, item))
     now = datetime.datetime.now(tz=datetime.UTC)
     measured = None if svg else read_measurements(course.root.root)
