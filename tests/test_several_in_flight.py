@@ -17,12 +17,14 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.orbax_compat.items import StepItems
+from cnr_jax.checkpointer.saving import launch
 from cnr_jax.checkpointer.saving.lifecycle import Lifecycle
 from cnr_jax.checkpointer.saving.pipeline import SavePipeline
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.errors import OptionError, SaveError
 from cnr_jax.repository.committer import RenameCommitter
 from cnr_jax.repository.index.ledger import Ledger
+from cnr_jax.repository.parent_rows import ParentRows
 
 from .conftest import PROCESS_MANIFEST, Gate, Keep
 
@@ -557,3 +559,38 @@ def test_a_plain_manager_writes_one_at_a_time(tiny_run: Any, tmp_path: Path) -> 
 def test_other_numbers_of_saves_are_refused(wrong: Any) -> None:
     with pytest.raises(OptionError, match="max_in_flight"):
         cnr.Options(max_in_flight=wrong)
+
+
+@pytest.mark.timeout(100)
+def test_differences_wait_no_longer_than_the_save_that_they_rest_on(
+    tiny_run: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before its rows are there, and nobody tells the one that waits."""
+    pytest.importorskip("zstandard")
+    run, asked = tiny_run(), threading.Event()
+    write, of = launch._write_rows, ParentRows.of
+
+    def ends(flight: Any, *args: Any) -> None:
+        if flight.step == 2:
+            assert asked.wait(30)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(flight, *args)
+
+    def asks(self: Any, root: Any, item: str, parent: Any, keys: Any) -> Any:
+        if parent.directory == "2":
+            asked.set()
+        return of(self, root, item, parent, keys)
+
+    kept = {"policy": cnr.Consecutive(), "codec": "lattice", "bits": 8}
+    manager = opened(run, **kept, max_in_flight=2)
+    run.run(manager, [1])
+    monkeypatch.setattr(launch, "_write_rows", ends)
+    monkeypatch.setattr(ParentRows, "of", asks)
+    for step in (2, 3):
+        run.train(step)
+        assert run.save(manager, step)
+    with pytest.raises(SaveError, match="No space left"):
+        manager.wait_until_finished()
+    manager.wait_until_finished()
+    run.run(manager, [4])
+    assert manager.all_steps() == [1, 4]
