@@ -270,6 +270,27 @@ def test_folders_in_which_nothing_is_any_more_are_none(
         assert found.unfinished == found.abandoned == cnr.verify(root) == ()
 
 
+def test_a_restore_passes_over_a_step_that_is_listed_though_it_is_gone(
+    tiny_run: Any, root: epath.Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    with contextlib.closing(FolderProxy(s3)) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with run.open(str(root), policy=cnr.Full()) as manager:
+            run.run(manager, range(4))
+        with (
+            cnr.CheckpointManager(str(root)) as reader,
+            run.open(str(root)) as manager,
+        ):
+            assert reader.all_steps() == [0, 1, 2, 3]
+            for step in (3, 2):
+                manager.delete(step)
+            assert {"2", "3"} < {*names_in(root)}
+            run.restore(reader, None)
+            run.same(run.state, run.truth[1])
+            assert reader.all_steps() == [0, 1]
+
+
 @pytest.mark.slow  # the service takes its time to take them
 def test_more_than_a_thousand_names_are_listed(tiny_run: Any, root: epath.Path) -> None:
     run, store = tiny_run(), store_of(root)

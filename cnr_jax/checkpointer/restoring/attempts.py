@@ -124,7 +124,7 @@ def restore(
                 gone += 1
                 if gone == TRIES or (step is not None and now == "deleted"):
                     raise deleted_step(root, taken) from error
-                all_succeed(channel, chooser.look_again)
+                all_succeed(channel, functools.partial(chooser.look_again, taken))
                 if elsewhere is None:
                     all_succeed(channel, steps.reload)
                 continue
@@ -260,8 +260,16 @@ class StepChooser:
         is_there = is_same_step(self._root, directory, self._item, uuid)
         return "" if is_there else "deleted"
 
-    def look_again(self) -> None:
-        """Looks for steps that have come or gone since the root was read."""
+    def look_again(self, step: int) -> None:
+        """Looks for steps that have come or gone since the root was read.
+
+        Args:
+            step: the one that is gone; it and what it rests on is read itself, as buckets may list
+                folders for minutes after all in them is gone.
+        """
+        entry = self.ledger.by_step(step)
+        for each in self.ledger.chain(entry) if entry else ():
+            self.ledger.read(self._root, each.directory, self._item)
         self.ledger.refresh(self._root, self._item)
 
     def newest(self) -> int:
