@@ -31,6 +31,7 @@ from cnr_jax.format import names
 from cnr_jax.repository import markers
 from cnr_jax.repository.causes import causes
 from cnr_jax.repository.committer import Attempt, ConditionalCommitter
+from cnr_jax.repository.index import ledger as ledger_module
 from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.store import (
     bucket_clients,
@@ -289,6 +290,37 @@ def test_a_restore_passes_over_a_step_that_is_listed_though_it_is_gone(
             run.restore(reader, None)
             run.same(run.state, run.truth[1])
             assert reader.all_steps() == [0, 1]
+
+
+def test_a_step_that_is_committed_while_it_is_looked_at_is_one(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, looks = tiny_run(), ledger_module.what_is_in
+    writes = threading.Event()
+    with run.open(str(root)) as manager:
+        run.run(manager, [0])
+        reader = cnr.CheckpointManager(str(root))
+        proxy.harm = lambda kind, path, _: (
+            None
+            if kind != "PUT" or not path.endswith("1/default/manifest.json")
+            else None
+            if writes.wait(60)
+            else 500
+        )
+        run.train(1)
+        assert run.save(manager, 1)
+        while not exists(root / "1" / names.ATTEMPT):
+            time.sleep(0.02)
+
+        def after_all(*told: Any) -> Any:
+            writes.set()
+            manager.wait_until_finished()
+            return looks(*told)
+
+        monkeypatch.setattr(ledger_module, "what_is_in", after_all)
+        reader._listing.ledger.refresh(root, "default")
+        assert reader.all_steps() == [0, 1]
+        reader.close()
 
 
 @pytest.mark.slow  # the service takes its time to take them

@@ -44,7 +44,7 @@ from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import TRIES, deleted_step, is_same_step
-from cnr_jax.repository.store import AnyPath, asking_once, exists, names_in
+from cnr_jax.repository.store import AnyPath, asking_once, can, exists, names_in
 from cnr_jax.repository.store.checked import UNKNOWN, UNREAD
 from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.texts import logger
@@ -124,7 +124,7 @@ def restore(
                 gone += 1
                 if gone == TRIES or (step is not None and now == "deleted"):
                     raise deleted_step(root, taken) from error
-                all_succeed(channel, functools.partial(chooser.look_again, taken))
+                all_succeed(channel, chooser.look_again)
                 if elsewhere is None:
                     all_succeed(channel, steps.reload)
                 continue
@@ -260,17 +260,13 @@ class StepChooser:
         is_there = is_same_step(self._root, directory, self._item, uuid)
         return "" if is_there else "deleted"
 
-    def look_again(self, step: int) -> None:
-        """Looks for steps that have come or gone since the root was read.
-
-        Args:
-            step: the one that is gone; it and what it rests on is read itself, as buckets may list
-                folders for minutes after all in them is gone.
-        """
-        entry = self.ledger.by_step(step)
-        for each in self.ledger.chain(entry) if entry else ():
-            self.ledger.read(self._root, each.directory, self._item)
-        self.ledger.refresh(self._root, self._item)
+    def look_again(self) -> None:
+        """Looks for steps that have come or gone since the root was read."""
+        ledger = self.ledger
+        if not can(self._root).cheap_looks:
+            # Some buckets list folders for minutes after the last object in them has gone.
+            ledger.look_again(self._root, self._item, ledger.epoch)
+        ledger.refresh(self._root, self._item)
 
     def newest(self) -> int:
         """Newest step that is not known to be damaged.

@@ -247,12 +247,16 @@ class Ledger(Chains):
         told = self._folders.get(directory)
         self.forget(directory)
         if isinstance(found, Exception):
-            error = found
             if is_gone(root / directory):
                 return None
             with contextlib.suppress(OSError):
                 if what_is_in(root, directory) != "step":
-                    return error  # its number is free
+                    return found  # its number is free
+            if not can(root).renames:
+                # It may have been committed since it was looked at.
+                found = self._look(root, directory, item)
+        if isinstance(found, Exception):
+            error = found
             folder = Folder.look(root / directory, item, error)
             self.note_folder(directory, folder)
             if not self._says:
