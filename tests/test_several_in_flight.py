@@ -290,6 +290,25 @@ def test_retention_keeps_what_saves_in_flight_rest_on_and_ends_as_with_one(
         assert left[1] == left[3]
 
 
+def test_what_saves_before_it_have_let_go_of_is_not_missing(
+    tiny_run: Any, opened: Any, storage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each save in flight knows of full steps beside which it was planned."""
+    run = tiny_run()
+    kept = ocp.checkpoint_managers.LatestN(2)
+    manager = opened(run, policy=cnr.Full(), max_in_flight=2, preservation_policy=kept)
+    run.run(manager, [1, 2])
+    with Held(storage, 3, 4) as gates:
+        for step in (3, 4):
+            run.train(step)
+            assert run.save(manager, step)
+        for step in (3, 4):
+            gates[step].open()
+        manager.wait_until_finished()
+    assert manager.all_steps() == [3, 4]
+    assert [m for m in caplog.messages if "whole" in m or "any more" in m] == []
+
+
 def test_a_step_stays_as_long_as_a_save_in_flight_rests_on_it(
     tiny_run: Any, opened: Any, storage: Any
 ) -> None:

@@ -94,9 +94,13 @@ def look_after(
         return
     if not leaving and not can(flight.place.root).cheap_looks:
         return
+    # But for what saves before it have let go of since it was planned, which is not missing.
+    with writer.looking:
+        gone = _let_go(writer.ledger or Ledger(), flight.beside)
+    beside = [e for e in flight.beside if e.step in leaving or e.uuid not in gone]
     # What stays in the place of a full checkpoint that goes, or that `min_fulls` counts.
-    stay = [entry for entry in flight.beside if entry.step not in leaving]
-    if len(stay) == len(flight.beside):
+    stay = [entry for entry in beside if entry.step not in leaving]
+    if len(stay) == len(beside):
         stay = stay[: min_fulls - 1]
     itself = entry_of(flight.place.directory, flight.manifest)
     found = writer.gaps.look(flight.place, (itself, *flight.chain, *stay))
@@ -116,3 +120,12 @@ def look_after(
             if gap.harms_chain
             else "it does not restore, but what rests on it does",
         )
+
+
+def _let_go(ledger: Ledger, entries: Collection[Entry]) -> set[str]:
+    """The uuids of those that retention has removed, or is removing."""
+    return {
+        entry.uuid
+        for entry in entries
+        if entry.directory in ledger.doomed or entry.directory not in ledger.entries
+    }

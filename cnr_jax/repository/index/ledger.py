@@ -171,7 +171,8 @@ class Ledger(Chains):
         known, found = self.all_directories() - flying, set(directories) - flying
         say = _log.info if self.run is None else _log.warning  # readers expect it
         for directory in known - found:
-            say("step %s is not in the root any more", directory)
+            if directory not in self.doomed:
+                say("step %s is not in the root any more", directory)
             self.forget(directory)
         for directory in sorted(found - known):
             self.read(root, directory, item)
