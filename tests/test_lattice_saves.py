@@ -25,6 +25,7 @@ from cnr_jax.format.manifest import ParentRef
 from cnr_jax.format.names import PACKED_ROWS
 from cnr_jax.format.tiles import load_process
 from cnr_jax.repository.parent_rows import ParentRows
+from cnr_jax.repository.replay.encoded import Held
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.testing import inprocess
@@ -32,6 +33,7 @@ from cnr_jax.testing.faults import Fault
 from cnr_jax.waiting import Job
 
 from . import lattice_reader
+from .conftest import each_of
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
@@ -132,6 +134,31 @@ def test_a_chain_of_differences_has_the_bits_of_fresh_rows(
     for step in range(4):
         read = lattice_reader.read(tmp_path, step, ROWS, DIM)
         assert read.tobytes() == run.restored(step).tobytes()
+
+
+def test_what_lies_below_is_compared_once_where_later_saves_have_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, compared = Run(tmp_path, policy=cnr.Consecutive()), list[str]()
+    check = Held.check_below
+    with run.open() as manager:
+        for step in range(5):
+            if step in (2, 4):
+                run.touched = cnr.record(run.touched, {"t": jnp.arange(ROWS)})
+            run.save(manager)
+            run.train()
+
+    def noting(self: Held, digest: Any) -> None:
+        compared.append(self.reader.directory.parent.name)
+        check(self, digest)
+
+    monkeypatch.setattr(Held, "check_below", noting)
+    for step, steps in ((1, ["1"]), (2, ["2"]), (3, ["2", "3"]), (4, ["4"])):
+        compared.clear()
+        run.restored(step)
+        assert sorted(compared) == steps
+    monkeypatch.undo()
+    run.check({3: 0, 4: 0})
 
 
 def test_a_run_goes_on_where_it_was_restored(tmp_path: Path) -> None:
@@ -244,10 +271,12 @@ def test_closing_frees_the_rows_that_differences_are_taken_to(tmp_path: Path) ->
     assert all(each() is None for each in rows)
 
 
+@each_of("later", ["some rows", "all rows"])
 def test_differences_on_other_rows_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
 ) -> None:
-    run = Run(tmp_path, policy=cnr.Consecutive())
+    """Also below a save of all rows, with which alone what lies below is compared."""
+    run = Run(tmp_path / later, policy=cnr.Consecutive())
     of = ParentRows.of
 
     def another(self: ParentRows, *args: Any) -> dict[Any, Any]:
@@ -262,9 +291,14 @@ def test_differences_on_other_rows_are_refused(
         monkeypatch.setattr(ParentRows, "of", another)
         run.save(manager)
         monkeypatch.undo()
-    with pytest.raises(cnr.errors.IntegrityError, match="do not belong") as caught:
-        run.restored(1)
-    assert caught.value.kind == "foreign_rows"
+        run.train()
+        if later == "all rows":
+            run.touched = cnr.record(run.touched, {"t": jnp.arange(ROWS)})
+        run.save(manager)
+    for step in (1, 2):
+        with pytest.raises(cnr.errors.IntegrityError, match="do not belong") as caught:
+            run.restored(step)
+        assert caught.value.kind == "foreign_rows"
     run.check({0: 0})
 
 

@@ -6,7 +6,8 @@ A small DLRM (`flights_dlrm.py`) passes once over flights-3m: each row is met fo
 it, which is the hard case. A full save is taken early, in the middle and late (after 5, 45 and 85 %
 of the flights), a delta 55 batches later, and another 18 batches after that. The figures are those
 of the last, on the save before and on the full: times fewer bytes than all rows in float32 with a
-float32 slot a row, at 26 % of all rows, with exact slots, scales, and a bitmap of row ids.
+float32 slot a row, at 26 % of all rows, with scales, a bitmap of row ids, and slots, exact or those
+of `slot_codec="moments"`: differences of logarithms, in 256 steps an octave (0.28 %).
 
 Steps are those of the full; errors are of the rows of the delta, against `adaptive` codes of as
 many bits. *Change* is the median motion of a row, by element, in steps: figures of differences that
@@ -18,6 +19,7 @@ keeps the rows.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,14 +35,18 @@ import numpy as np
 import traces
 import trained_tables
 from commandline import make_parser, write_figures
+from etils import epath
 from flights_dlrm import BATCH
 from results import print_table
 
+from cnr_jax.repository.store.arrays import ArrayWriter
 from cnr_jax.rows.codecs import make_codec
 from cnr_jax.rows.codecs.dither import row_keys
 from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice
+from cnr_jax.rows.codecs.moments import Octave
 from cnr_jax.rows.codecs.packed import pack_rows, unpack_rows
-from cnr_jax.rows.codecs.residual import Digest
+from cnr_jax.rows.codecs.residual import Digest, costs_less
+from cnr_jax.rows.codecs.sparse import RowsAt
 
 BEGINS = {"early": 37, "middle": 329, "late": 622}
 # Batches after the full save: itself, the delta before, and the one that is looked at.
@@ -62,7 +68,8 @@ def windows(
     """Trains, and yields the rows of each window; those that are kept are not trained again.
 
     A window has `ids` of the rows that are looked up in it, `table` of each, `last`: which are
-    looked up after the delta before, `rows` at each moment, and `samples` of whole tables.
+    looked up after the delta before, `rows` and `slots` at each moment, and `samples` of whole
+    tables.
     """
     kept = {name: (folder or Path()) / f"lattice-{dim}-{name}.npz" for name in names}
     if folder is not None and all(path.exists() for path in kept.values()):
@@ -78,7 +85,7 @@ def windows(
         begin = BEGINS[name]
         looked_up = flights.ids[begin * BATCH : (begin + MOMENTS[-1]) * BATCH]
         ids = np.unique(looked_up)
-        rows: list[np.ndarray] = []
+        rows, slots = list[np.ndarray](), list[np.ndarray]()
         samples = np.empty(0)
         for moment in MOMENTS:
             while step < begin + moment:
@@ -90,10 +97,12 @@ def windows(
                 places = np.linspace(starts[:-1], starts[1:] - 1, SAMPLE_ROWS, axis=1)
                 samples = table[places.astype(np.int64)]
             rows.append(table[ids])
+            slot = state["sparse_optimizer"].sum_of_squares[flights_dlrm.TABLE]
+            slots.append(np.asarray(slot)[ids, None])
         last = np.searchsorted(ids, np.unique(looked_up[MOMENTS[1] * BATCH :]))
         of = np.searchsorted(starts, ids, "right") - 1
         found = {"ids": ids, "last": last, "table": of, "rows": np.stack(rows)}
-        found["samples"] = samples
+        found |= {"samples": samples, "slots": np.stack(slots)}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             np.savez(kept[name], **found)
@@ -155,13 +164,13 @@ class Delta:
         chunks = range(0, count, width)
         packed = [pack_rows(difference[i : i + width]) for i in chunks]
         encode_secs = time.process_time() - start + self.secs * count
+        total = {name: part.copy() for name, part in below.items()}
         start = time.process_time()
-        read = [
-            unpack_rows(data, min(width, count - i) * dim, difference.dtype)
-            for i, data in zip(chunks, packed, strict=True)
-        ]
-        layer = {"integers": np.concatenate(read), "scale": new["scale"]}
-        total = self.codec.added(layer, below)
+        for i, data in zip(chunks, packed, strict=True):
+            some = slice(i, min(i + width, count))
+            read = unpack_rows(data, (some.stop - i) * dim, difference.dtype)
+            layer = {"integers": read, "scale": new["scale"][some]}
+            self.codec.add(layer, RowsAt(total, some))
         decode_secs = time.process_time() - start
         values = total["integers"] * total["scale"]
         assert (total["integers"] == new["integers"]).all()
@@ -174,9 +183,12 @@ class Delta:
         before = self._window["rows"][moment][which]
         change = np.linalg.norm(rows - before, axis=1) / dim**0.5 / self.steps[which]
         full = 4 * dim + SLOT_BYTES
+        slot_bytes = log_slot_bytes(self._window["slots"][:, which], moment)
         return {
             "bits an element": row_bytes * 8 / dim,
             "times fewer": full / (SHARE * (row_bytes + SLOT_BYTES) + ID_BYTES),
+            "bits a log slot": 8 * slot_bytes,
+            "log slots": full / (SHARE * (row_bytes + slot_bytes) + ID_BYTES),
             "error": mean_error(rows, values) / self.adaptive_error(rows),
             "change": float(np.median(change)),
             "encode GB/s": gigabytes / encode_secs,
@@ -195,6 +207,29 @@ class Delta:
         read, escaped = in_blocks(jax.jit(work), rows)
         read[escaped] = rows[escaped]
         return mean_error(rows, read)
+
+
+def log_slot_bytes(slots: np.ndarray, moment: int) -> float:
+    """Bytes a row of a slot's last difference to an earlier moment, as they are stored."""
+    codec, none = Octave(places=256), np.zeros((len(slots[0]), 1), np.int16)
+    encode, below = jax.jit(codec.encode_over), [none]
+    # Each save rests on the one before, but the last on that of the moment.
+    for values in (*slots[: moment + 1], slots[-1]):
+        found = encode(values, below[-1], none)
+        below.append(np.asarray(found.parts["integers"]))
+    stored, escaped = below[-1] - below[-2], np.asarray(found.escaped)
+    if not costs_less(stored, below[-1]):
+        stored = below[-1]
+    part = codec.parts(1, np.float32)["integers"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = epath.Path(folder) / "slots"
+        writer = ArrayWriter(
+            path, part.dtype.name, len(stored), compression=part.compression
+        )
+        writer.append(stored)
+        entry = writer.finish()
+    assert entry is not None and entry.compressed is not None
+    return (sum(entry.compressed.bytes) + 4 * int(escaped.sum())) / len(stored)
 
 
 def mean_error(rows: np.ndarray, read: np.ndarray) -> float:

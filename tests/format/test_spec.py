@@ -26,6 +26,7 @@ from cnr_jax.repository.store.arrays import ArrayReader, ArrayWriter
 from cnr_jax.rows import codecs
 from cnr_jax.rows.codecs import grid, lattice, packed, residual
 from cnr_jax.rows.codecs.moments import Octave, Unit
+from cnr_jax.rows.codecs.sparse import RowsAt
 from cnr_jax.state import layouts
 
 from ..conftest import each_of
@@ -574,14 +575,14 @@ def test_example_of_a_lattice_adds_up_to_the_shown_values() -> None:
     digest = residual.Digest(codec)
     digest.update(below)
     assert f"`{digest.hexdigest()}`" == table[2][4]
-    for name, part in codec.added(delta, below).items():
-        full[name][ids] = part
+    codec.add(delta, RowsAt(full, np.array(ids)))
     read = codec.decode(full, dim=4, dtype=np.float32)
     shown = tables_in(section("12.4"))[1][1:]
     np.testing.assert_array_equal(read, [numbers_of(row[1])[0] for row in shown])
     (stored,) = blocks("packed").values()
     packed_rows = packed.unpack_rows(shown_bytes(stored), 8, np.dtype(np.int8))
-    np.testing.assert_array_equal(packed_rows, delta["integers"])
+    assert packed_rows.at.tolist() == [0, 1]
+    np.testing.assert_array_equal(packed_rows.values, delta["integers"])
 
 
 def test_example_of_moments_adds_up_to_the_shown_values() -> None:
@@ -607,7 +608,8 @@ def test_example_of_moments_adds_up_to_the_shown_values() -> None:
         digest = residual.Digest(codec)
         digest.update(full[name])
         assert f"`{digest.hexdigest()}`" == steps[1][4]
-        parts = codec.added(delta[name], full[name])
+        parts = {part: rows.copy() for part, rows in full[name].items()}
+        codec.add(delta[name], RowsAt(parts, slice(0, 2)))
         read = codec.decode(parts, dim=4, dtype=np.float32)
         values = [numbers_of(row[column])[0] for row in shown]
         np.testing.assert_array_equal(read, np.array(values, np.float32))

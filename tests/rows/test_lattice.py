@@ -15,6 +15,7 @@ from cnr_jax.rows.codecs.dither import row_keys
 from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.rows.codecs.packed import pack_rows, unpack_rows
 from cnr_jax.rows.codecs.residual import Digest, costs_less
+from cnr_jax.rows.codecs.sparse import RowsAt, SparseRows, joined_rows
 
 from ..conftest import each_of
 
@@ -130,7 +131,7 @@ def test_differences_add_up_whatever_lies_below(
     for _ in range(layers):
         new = some()
         stored = codec.difference(new, below)
-        below = codec.added(stored, below)
+        codec.add(stored, RowsAt(below, slice(0, 40)))
         np.testing.assert_array_equal(below["integers"], new["integers"])
         np.testing.assert_array_equal(below["scale"], new["scale"])
 
@@ -189,6 +190,15 @@ def skewed(rows: int, width: int, seed: int, dtype: np.dtype) -> np.ndarray:
     return found.clip(limits.min, limits.max).astype(dtype)
 
 
+def unpacked(data: bytes, elements: int, dtype: np.dtype) -> np.ndarray:
+    """All rows, those of zeros among them."""
+    found = unpack_rows(data, elements, dtype)
+    out = np.full((found.count, found.values.shape[1]), 9, dtype)
+    found.put(out)
+    assert found.values.any(axis=1).all()
+    return out
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 300),
@@ -204,8 +214,7 @@ def test_packed_rows_are_read_as_they_were(
     some = skewed(rows, width, seed, np.dtype(np.int16)) * times
     given_rows = some.clip(limits.min, limits.max).astype(dtype)
     data = pack_rows(given_rows)
-    read = unpack_rows(data, given_rows.size, dtype)
-    assert read.dtype == dtype
+    read = unpacked(data, given_rows.size, dtype)
     np.testing.assert_array_equal(read, given_rows)
 
 
@@ -213,7 +222,7 @@ def test_packed_rows_are_read_as_they_were(
 def test_many_rows_take_about_the_entropy_of_their_classes(dtype: str) -> None:
     rows = skewed(20_000, 32, 0, np.dtype(dtype))
     data = pack_rows(rows)
-    np.testing.assert_array_equal(unpack_rows(data, rows.size, rows.dtype), rows)
+    np.testing.assert_array_equal(unpacked(data, rows.size, rows.dtype), rows)
     _, counts = np.unique(rows, return_counts=True)
     share = counts / rows.size
     # One code for all rows takes this much; rows and columns that are alike take less.
@@ -226,7 +235,7 @@ def test_every_extreme_integer_survives() -> None:
         rows = np.array([[limits.min, limits.max, 0, -1]] * 3 + [[1, 0, 0, -1]] * 90)
         packed = pack_rows(rows.astype(dtype))
         np.testing.assert_array_equal(
-            unpack_rows(packed, rows.size, np.dtype(dtype)), rows
+            unpacked(packed, rows.size, np.dtype(dtype)), rows
         )
 
 
@@ -247,4 +256,30 @@ def test_damaged_bytes_are_an_error_and_never_a_crash() -> None:
             found = unpack_rows(bytes(wrong), rows.size, rows.dtype)
         except errors.FormatError:
             continue
-        assert found.shape == rows.shape  # a checksum comes before, and finds these
+        assert found.count == len(rows)  # a checksum comes before, and finds these
+
+
+@pytest.mark.parametrize("at", [slice(3, 43), np.random.default_rng(1).permutation(60)])
+def test_rows_that_are_not_there_are_zeros(at: np.ndarray | slice) -> None:
+    """Added to rows where they lie, or put there, as if they all were given."""
+    rng = np.random.default_rng(0)
+    at = at if isinstance(at, slice) else np.sort(at[:40])
+    rows = rng.integers(-9, 9, (40, 5), np.int8)
+    rows[rng.random(40) < 0.6] = 0
+    whole = SparseRows(40, np.flatnonzero(rows.any(1)), rows[rows.any(1)])
+    sparse = joined_rows([whole.between(0, 11), whole.between(11, 40)], 5)
+    for dtype in (np.int8, np.int16):
+        for change in ("add", "put"):
+            found = []
+            for given_rows in (sparse, rows.astype(dtype)):
+                parts = {"x": np.arange(300).reshape(60, 5).astype(dtype)}
+                getattr(RowsAt(parts, at), change)("x", given_rows)
+                found.append(parts["x"])
+            np.testing.assert_array_equal(found[0], found[1])
+            assert (found[0] != np.arange(300).reshape(60, 5).astype(dtype)).any()
+    for start, stop in ((0, 200), (7, 8), (10, 35), (13, 61)):
+        out = np.empty(stop - start, np.int16)
+        sparse.put_elements(start, stop, out)
+        np.testing.assert_array_equal(out, rows.reshape(-1)[start:stop])
+    with pytest.raises(errors.FormatError, match="5 integers, expected 4"):
+        joined_rows([whole], 4)

@@ -20,7 +20,9 @@ from cnr_jax.format.manifest import TableEntry
 from cnr_jax.format.tiles import Segment, Tile
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Codec, Part, Raw, bytes_of
+from cnr_jax.rows.codecs.lattice import Layer
 from cnr_jax.rows.codecs.residual import Digest, Residual
+from cnr_jax.rows.codecs.sparse import RowsAt
 from cnr_jax.state.layouts import Identity, RowLayout, layout_from
 
 Index = np.ndarray | slice
@@ -329,16 +331,14 @@ class Held:
     def is_whole(self) -> bool:
         """Whether these are all rows of the segment, in their order."""
         count = self.reader.count(self.process, self.segment.row_ids)
-        return self.count == count and np.array_equal(
-            as_array(self.index), np.arange(count)
-        )
+        if isinstance(self.index, slice):
+            return (self.index.start, self.index.stop) == (0, count)
+        return self.count == count and np.array_equal(self.index, np.arange(count))
 
-    def added(
-        self, rows: Mapping[str, np.ndarray], below: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Parts of rows, given what the segment holds and what lies below it."""
+    def add(self, layer: Layer, rows: RowsAt) -> None:
+        """Adds what the segment holds to the rows that lie there."""
         assert isinstance(self.encoding.codec, Residual)
-        return self.encoding.codec.added(rows, below)
+        self.encoding.codec.add(layer, rows)
 
     def digest(self) -> Digest:
         """The digest of no rows yet, to be taken of all that lies below the whole segment."""

@@ -31,14 +31,15 @@ from cnr_jax.repository.replay.encoded import (
     Target,
     as_array,
     held_rows,
-    length,
     picked,
     shared_columns,
     split_columns,
 )
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
+from cnr_jax.rows.codecs.lattice import Parts
 from cnr_jax.rows.codecs.residual import Digest
+from cnr_jax.rows.codecs.sparse import RowsAt, SparseRows, items
 from cnr_jax.rows.tiling import aligned_empty, boxes_of
 
 # Encoded bytes read at once where they are put in place one by one: few enough to stay in
@@ -50,6 +51,8 @@ AHEAD_BYTES = 32 << 20
 _DROPPED = -1
 # Who holds a row that nothing holds.
 _NOBODY = -1
+# What waits for parts of rows.
+_Layer = Mapping[str, Callable[[], np.ndarray | SparseRows]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,23 +149,46 @@ class WantedLeaf:
         owners = _Owners(rows, covered, len(held))
         queue = _Queue()
         others: list[Held] = []
+        below = sums or Sums()
+        compared = _compared(held, main, rows) if sums is None else set(map(id, held))
         for each in held:
             if each.encoding == main:
                 owners.claim(each.at, 0)
                 if known is not None:
                     pass  # with the other leaf
                 elif each.adds:
-                    queue.extend(_addings(each, parts, sums))
+                    take = below.take if id(each) in compared else None
+                    queue.extend(_addings(each, parts, names, take))
                 else:
                     queue.extend(_readings(each, parts, direct=each.first))
             else:
                 others.append(each)
                 owners.claim(each.at, len(others))
         queue.drain()
+        if sums is None:
+            below.check()
         if sums is None and any(part.shared for part in main.parts.values()):
             self.target.keep_sums(sources, tuple(parts[name] for name in names))
         patches = _patches(others, owners)
         return Merged(main, parts, tuple(_joined(patches)), owners.unclaimed())
+
+
+def _compared(held: Sequence[Held], main: Encoding, rows: int) -> set[int]:
+    """Segments of which it is compared what they are added to, by their `id`.
+
+    A row is what was stored if it is so when the last segment that has it is added: left out are
+    those of which later ones that are compared, or replace rows, have all rows.
+    """
+    found, later = set[int](), np.zeros(rows, np.bool_)
+    for each in reversed(held):
+        if each.encoding != main or (each.adds and not each.is_whole):
+            continue
+        if each.adds and not later[each.at].all():
+            found.add(id(each))
+        elif each.adds:
+            continue
+        later[each.at] = True
+    return found
 
 
 class Sums:
@@ -417,27 +443,30 @@ def _readings(
 
 
 def _addings(
-    held: Held, parts: Mapping[str, np.ndarray], sums: Sums | None
+    held: Held,
+    parts: Mapping[str, np.ndarray],
+    names: Sequence[str],
+    take: Callable[[Held, Parts], None] | None,
 ) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Starts to read rows that are added, as `_readings`; what lies below them is checked first."""
-    below: dict[str, np.ndarray] = {}
+    """Starts to read rows that are added, as `_readings`.
 
-    def check() -> None:
-        below.update((name, _taken(part, held.at)) for name, part in parts.items())
-        if sums is not None:
-            sums.take(held, below)
-        elif held.is_whole:
-            digest = held.digest()
-            digest.update(below)
-            held.check_below(digest)
-
-    yield 0, check
-    done, row_bytes = 0, held.stored.row_bytes
+    Args:
+        held: the rows.
+        parts: where they belong.
+        names: of those that are summed.
+        take: takes these as they lie below, block by block; None: they are not compared.
+    """
+    row_bytes = held.stored.row_bytes
     for start, stop, pick, at in _blocks(held.index, held.at, BLOCK_BYTES // row_bytes):
-        block, some = _started(held, start, stop), slice(done, done + length(at))
-        put = functools.partial(_add, block, held, parts, below, some, pick, at)
-        yield (stop - start) * row_bytes, put
-        done = some.stop
+        block = _started_layer(held, start, stop, sparse=isinstance(pick, slice))
+        rows = RowsAt(parts, at)
+
+        def add(block: _Layer = block, rows: RowsAt = rows, pick: Index = pick) -> None:
+            if take is not None:
+                take(held, {name: rows.take(name) for name in names})
+            held.add(_layer(block, held, pick), rows)
+
+        yield (stop - start) * row_bytes, add
 
 
 def _started(
@@ -457,23 +486,30 @@ def _started(
     return block
 
 
-def _add(
-    block: Mapping[str, Callable[[], np.ndarray]],
-    held: Held,
-    parts: Mapping[str, np.ndarray],
-    below: Mapping[str, np.ndarray],
-    some: slice,
-    pick: Index,
-    at: Index,
-) -> None:
-    """Waits until a block is read, adds it to some of the rows below, and puts these in place."""
-    rows = {
-        name: reading().reshape(-1, held.stored.parts[name].width)[pick]
-        for name, reading in block.items()
-    }
-    found = held.added(rows, {name: part[some] for name, part in below.items()})
-    for name, part in found.items():
-        _items(parts[name])[at] = _items(part)
+def _started_layer(
+    held: Held, start: int, stop: int, *, sparse: bool
+) -> dict[str, Callable[[], np.ndarray | SparseRows]]:
+    """Starts to read rows of a segment, if `sparse` without those of zeros that are stored so."""
+    block = dict[str, Callable[[], np.ndarray | SparseRows]]()
+    for name, part in held.stored.parts.items():
+        array, offset = held.reader.part(held.process, held.segment, name, part)
+        first, last = (offset + row * part.width for row in (start, stop))
+        found = array.start_rows(first, last, part.width) if sparse else None
+        block[name] = found or array.start(first, last)
+    return block
+
+
+def _layer(
+    block: _Layer, held: Held, pick: Index
+) -> dict[str, np.ndarray | SparseRows]:
+    """Waits until a block is read; returns the parts of its rows."""
+    found = dict[str, np.ndarray | SparseRows]()
+    for name, reading in block.items():
+        part = reading()
+        if isinstance(part, np.ndarray):
+            part = part.reshape(-1, held.stored.parts[name].width)[pick]
+        found[name] = part
+    return found
 
 
 def _put(
@@ -493,7 +529,7 @@ def _put(
             whole = rows.reshape(-1, *held.stored.trailing)
             cut = whole[(slice(None), *held.stored.slices)]
             rows = np.ascontiguousarray(cut).reshape(len(rows), -1)
-        _items(parts[name])[at] = _items(rows)[pick]
+        items(parts[name])[at] = items(rows)[pick]
 
 
 def _blocks(
@@ -524,13 +560,3 @@ def _kept(pick: Index, at: np.ndarray) -> tuple[Index, np.ndarray]:
     if kept.all():
         return pick, at
     return (np.flatnonzero(kept) if isinstance(pick, slice) else pick[kept]), at[kept]
-
-
-def _taken(rows: np.ndarray, at: Index) -> np.ndarray:
-    """Some of the rows."""
-    return _items(rows)[at].view(rows.dtype).reshape(-1, rows.shape[1])
-
-
-def _items(rows: np.ndarray) -> np.ndarray:
-    """Rows as opaque items: numpy moves them whole, and never looks at numbers."""
-    return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]

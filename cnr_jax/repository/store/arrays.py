@@ -15,9 +15,9 @@ import collections
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -45,8 +45,9 @@ from cnr_jax.repository.store.checked import (
     reading,
     stored_crc32c,
 )
-from cnr_jax.repository.store.kept_chunks import KeptChunks, context
+from cnr_jax.repository.store.kept_chunks import ChunkValues, KeptChunks, context
 from cnr_jax.rows.codecs.packed import unpack_rows
+from cnr_jax.rows.codecs.sparse import SparseRows, joined_rows
 
 # Bytes of a chunk at most: 16 MiB write at disk speed, 1 MiB 2 to 3 times slower, each synced.
 CHUNK_BYTES = 16 << 20
@@ -65,6 +66,7 @@ _IN_FLIGHT = 3
 SMALL_READ_BYTES = 1 << 20
 # Bytes of packed chunks that are unpacked while those before them are used.
 UNPACKED_AHEAD_BYTES = 32 << 20
+_Decoded = TypeVar("_Decoded")
 
 
 def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> int:
@@ -313,7 +315,7 @@ class ArrayReader:
         spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
         # What is being read of chunks that are about to be asked for.
         self._ahead: dict[int, Future[bytes]] = {}
-        self._unpacking: dict[int, Future[np.ndarray]] = {}
+        self._unpacking: dict[int, Future[SparseRows]] = {}
         self._store: ts.TensorStore | None = None
         # Of an array that has one chunk, made of what was read.
         self._spec, self._is_packed = spec, compression == names.PACKED_ROWS
@@ -363,50 +365,88 @@ class ArrayReader:
             out[...] = found
         return lambda: found if out is None else out
 
+    def start_rows(
+        self, start: int, stop: int, width: int
+    ) -> Callable[[], SparseRows] | None:
+        """Starts to read elements `start` to `stop` as rows without those of zeros.
+
+        Returns:
+            As `start`; None if they are not stored so.
+        """
+        if not self._is_packed or any(
+            n % width for n in (start, stop, self._entry.chunk)
+        ):
+            return None
+        self._unpack_ahead(start, stop)
+
+        def result() -> SparseRows:
+            found = list[SparseRows]()
+            for chunk, low, high in self._cuts(start, stop):
+                rows = self._kept.get(self, chunk, self.chunk)
+                assert isinstance(rows, SparseRows)
+                found.append(rows.between(low // width, high // width))
+            return joined_rows(found, width)
+
+        return result
+
     def _start_unpacking(
         self, start: int, stop: int, out: np.ndarray | None
     ) -> Callable[[], np.ndarray]:
-        """Has another thread unpack the chunks of some elements, as far as they may be ahead."""
+        self._unpack_ahead(start, stop)
+
+        def result() -> np.ndarray:
+            target = np.empty(stop - start, self._dtype) if out is None else out
+            for chunk, low, high in self._cuts(start, stop):
+                rows = self._kept.get(self, chunk, self.chunk)
+                assert isinstance(rows, SparseRows)
+                at = chunk * self._entry.chunk - start
+                rows.put_elements(low, high, target[at + low : at + high])
+            return target
+
+        return result
+
+    def _unpack_ahead(self, start: int, stop: int) -> None:
+        """Has other threads unpack the chunks of some elements, as far as they may be ahead."""
         self.check_stored(start, stop)
         nbytes = self._entry.chunk * self._dtype.itemsize
-        for chunk in range(start // self._entry.chunk, -(-stop // self._entry.chunk)):
+        for chunk, _, _ in self._cuts(start, stop):
             fits = self._kept.ahead_bytes + nbytes <= UNPACKED_AHEAD_BYTES
             known = chunk in self._unpacking or self._kept.has(self, chunk)
-            if fits and start < stop and not known:
+            if fits and not known:
                 self._kept.ahead_bytes += nbytes
                 work = in_memory.start(self._unpacked, chunk)
                 self._unpacking[chunk] = work
 
-        def result() -> np.ndarray:
-            found = self._small(start, stop)
-            if out is None:
-                return found
-            out[...] = found
-            return out
-
-        return result
-
-    def _unpacked(self, chunk: int) -> np.ndarray:
+    def _unpacked(self, chunk: int) -> SparseRows:
         """A packed chunk."""
         ahead = self._ahead.pop(chunk, None)
         data = self._read_file(chunk) if ahead is None else ahead.result()
-        return self._decoded(chunk, data)
+        count = min(self._entry.chunk, self._entry.length - chunk * self._entry.chunk)
+
+        def unpacked(data: bytes) -> SparseRows:
+            return unpack_rows(in_memory.unchecked(data), count, self._dtype)
+
+        return self._decoded(chunk, data, unpacked)
+
+    def _cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Chunks that have some elements, and the first and last of these in each."""
+        size = self._entry.chunk
+        for chunk in range(start // size, -(-stop // size) if start < stop else 0):
+            yield chunk, max(0, start - chunk * size), min(size, stop - chunk * size)
 
     def _small(self, start: int, stop: int) -> np.ndarray:
         """A few elements, cut from whole chunks."""
         self.check_stored(start, stop)
-        if start == stop:
-            return np.empty(0, self._dtype)
-        size = self._entry.chunk
-        found = [
-            self._kept.get(self, i, self.chunk)[
-                max(0, start - i * size) : stop - i * size
-            ]
-            for i in range(start // size, (stop - 1) // size + 1)
-        ]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        found = list[np.ndarray]()
+        for chunk, low, high in self._cuts(start, stop):
+            values = self._kept.get(self, chunk, self.chunk)
+            assert isinstance(values, np.ndarray)
+            found.append(values[low:high])
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate([*found, np.empty(0, self._dtype)])
 
-    def chunk(self, chunk: int) -> np.ndarray:
+    def chunk(self, chunk: int) -> ChunkValues:
         """A whole chunk, read from storage and checked; from any thread.
 
         Raises:
@@ -416,6 +456,8 @@ class ArrayReader:
         if unpacking is not None:
             self._kept.ahead_bytes -= self._entry.chunk * self._dtype.itemsize
             return unpacking.result()
+        if self._is_packed:
+            return self._unpacked(chunk)
         start = chunk * self._entry.chunk
         stop = min(start + self._entry.chunk, self._entry.length)
         return self._start(start, stop, None)()
@@ -503,7 +545,7 @@ class ArrayReader:
         def result() -> np.ndarray:
             target = np.empty(stop - start, self._dtype) if out is None else out
             for chunk, each in zip(chunks, fetched, strict=True):
-                values = self._decoded(chunk, each.result())
+                values = self._decoded(chunk, each.result(), self._elements)
                 at = chunk * size - start
                 part = values[max(0, -at) : stop - chunk * size]
                 target[max(0, at) : max(0, at) + part.size] = part
@@ -522,18 +564,18 @@ class ArrayReader:
             raise damage(file, fact)
         return data
 
-    def _decoded(self, chunk: int, data: bytes) -> np.ndarray:
-        """The elements of a chunk, checked."""
+    def _elements(self, data: bytes) -> np.ndarray:
+        return in_memory.elements(self._spec, data)
+
+    def _decoded(
+        self, chunk: int, data: bytes, decode: Callable[[bytes], _Decoded]
+    ) -> _Decoded:
+        """What a chunk holds, checked."""
         if self._verify:
             # Nothing is handed to a decompressor that was not compared first.
             self._compare(chunk, int.from_bytes(data[-4:], "little"))
         try:
-            if self._is_packed:
-                start = chunk * self._entry.chunk
-                count = min(self._entry.chunk, self._entry.length - start)
-                packed = in_memory.unchecked(data)
-                return unpack_rows(packed, count, self._dtype).reshape(-1)
-            return in_memory.elements(self._spec, data)
+            return decode(data)
         except errors.CnrError:
             raise  # a package is missing, which is no damage
         except ValueError as error:

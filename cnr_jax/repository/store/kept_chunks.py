@@ -9,6 +9,11 @@ from collections.abc import Callable
 import numpy as np
 import tensorstore as ts
 
+from cnr_jax.rows.codecs.sparse import SparseRows
+
+# Its elements, or where it is packed its rows.
+ChunkValues = np.ndarray | SparseRows
+
 # Bytes of chunks that TensorStore may keep: neighbouring shards read the two halves of one chunk.
 CACHE_BYTES = 128 << 20
 # Bytes of chunks that a restore keeps: those of the handful of arrays of a chain that are read
@@ -49,15 +54,15 @@ class KeptChunks:
         self._nbytes = 0
         # Bytes of chunks that are being unpacked for those that ask soon.
         self.ahead_bytes = 0
-        self._chunks = collections.OrderedDict[tuple[object, int], np.ndarray]()
+        self._chunks = collections.OrderedDict[tuple[object, int], ChunkValues]()
 
     def has(self, array: object, chunk: int) -> bool:
         """Whether a chunk is at hand."""
         return (array, chunk) in self._chunks
 
     def get(
-        self, array: object, chunk: int, read: Callable[[int], np.ndarray]
-    ) -> np.ndarray:
+        self, array: object, chunk: int, read: Callable[[int], ChunkValues]
+    ) -> ChunkValues:
         """A chunk of an array, from `read` where it is not at hand; not to be written to."""
         key = (array, chunk)
         found = self._chunks.get(key)
@@ -65,7 +70,8 @@ class KeptChunks:
             self._chunks.move_to_end(key)
             return found
         found = read(chunk)
-        found.setflags(write=False)
+        if isinstance(found, np.ndarray):
+            found.setflags(write=False)
         self._chunks[key] = found
         self._nbytes += found.nbytes
         while self._nbytes > self._limit_bytes and len(self._chunks) > 1:

@@ -36,6 +36,7 @@ from cnr_jax.rows.codecs.base import (
 )
 from cnr_jax.rows.codecs.dither import thresholds
 from cnr_jax.rows.codecs.lanes import extremes
+from cnr_jax.rows.codecs.sparse import RowsAt, SparseRows
 
 # Rows of a table from which its step is chosen.
 SAMPLE_ROWS = 1 << 14
@@ -46,6 +47,8 @@ _FAR = 16.0
 _SMALLEST, _LARGEST = 2.0**-100, 2.0**100
 
 Parts = Mapping[str, np.ndarray]
+# Parts of rows that are added, without those of zeros where they are stored so.
+Layer = Mapping[str, np.ndarray | SparseRows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +190,22 @@ class Lattice:
 
     def difference(self, parts: Parts, below: Parts) -> dict[str, np.ndarray]:
         """What is to be added to the integers below so that those of `parts` come out."""
-        integers = parts["integers"] - _rescaled(below, parts["scale"])
-        return {**parts, "integers": integers}
+        integers, scale, before = below["integers"], parts["scale"], below["scale"]
+        if len(moved := _moved(before, scale)):
+            integers = integers.copy()
+            integers[moved] = _rescaled(integers[moved], before[moved], scale[moved])
+        return {**parts, "integers": parts["integers"] - integers}
 
-    def added(self, layer: Parts, below: Parts) -> dict[str, np.ndarray]:
-        """The parts of rows, given differences and what lies below."""
-        integers = layer["integers"] + _rescaled(below, layer["scale"])
-        return {"integers": integers, "scale": layer["scale"]}
+    def add(self, layer: Layer, rows: RowsAt) -> None:
+        """Makes the parts of rows of what lies there, given differences to it."""
+        scale, before = layer["scale"], rows.take("scale")
+        assert isinstance(scale, np.ndarray)
+        if len(moved := _moved(before, scale)):
+            found = rows.take("integers", moved)
+            found = _rescaled(found, before[moved], scale[moved])
+            rows.put("integers", found, moved)
+            rows.put("scale", scale[moved], moved)
+        rows.add("integers", layer["integers"])
 
 
 def _mean(values: jax.Array, kept: jax.Array) -> jax.Array:
@@ -205,16 +217,17 @@ def _power(exponents: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
 
 
-def _rescaled(parts: Parts, scale: np.ndarray) -> np.ndarray:
+def _moved(before: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Rows that have another scale than below."""
+    return np.flatnonzero(before[:, 0] != scale[:, 0])
+
+
+def _rescaled(
+    integers: np.ndarray, before: np.ndarray, scale: np.ndarray
+) -> np.ndarray:
     """Integers as they are on another scale, half as fine or twice as fine any number of times."""
-    integers, before = parts["integers"], parts["scale"]
-    (moved,) = np.nonzero((before != scale)[:, 0])
-    if not len(moved):
-        return integers
-    finer = np.log2(before[moved, 0] / scale[moved, 0]).astype(np.int32)
-    wide = integers[moved].astype(np.int32)
-    up, down = np.maximum(finer, 0)[:, None], np.maximum(-finer, 0)[:, None]
-    found = integers.copy()
+    finer = np.log2(before / scale).astype(np.int32)
+    wide = integers.astype(np.int32)
+    up, down = np.maximum(finer, 0), np.maximum(-finer, 0)
     # Halves are rounded up. What does not fit wraps round, here as when it was taken away.
-    found[moved] = (((wide << up) + (1 << down >> 1)) >> down).astype(found.dtype)
-    return found
+    return (((wide << up) + (1 << down >> 1)) >> down).astype(integers.dtype)

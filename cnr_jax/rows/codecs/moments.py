@@ -35,6 +35,8 @@ from cnr_jax.rows.codecs.base import (
     check_dtype,
     rounded_to,
 )
+from cnr_jax.rows.codecs.lattice import Layer, Parts
+from cnr_jax.rows.codecs.sparse import RowsAt
 
 _MOST_PLACES = 256
 _MANTISSA_BITS = 23
@@ -59,8 +61,6 @@ _FEW = 8
 _SHIFT_ROWS, _SHIFTS = 512, 512
 # A prime by which places of rows are multiplied.
 _SPREAD = 2_654_435_761
-
-Parts = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +176,10 @@ class Octave:
         """What is to be added to what lies below so that `parts` come out."""
         return {name: part - below[name] for name, part in parts.items()}
 
-    def added(self, layer: Parts, below: Parts) -> dict[str, np.ndarray]:
-        """The parts of rows, given differences and what lies below."""
-        return {name: part + below[name] for name, part in layer.items()}
+    def add(self, layer: Layer, rows: RowsAt) -> None:
+        """Makes the parts of rows of what lies there, given differences to it."""
+        for name, part in layer.items():
+            rows.add(name, part)
 
     def _placed(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Places, not rounded, which elements are zeros, and which have none."""
@@ -322,10 +323,10 @@ class Unit:
         del below
         return dict(parts)
 
-    def added(self, layer: Parts, below: Parts) -> dict[str, np.ndarray]:
-        """The parts of rows, given what is stored of them and of the squares, and what is below."""
-        sums = {n: layer[n] + below[n] for n in self.summed if n in layer}
-        return {**layer, **sums}
+    def add(self, layer: Layer, rows: RowsAt) -> None:
+        """Makes the parts of rows of what lies there: those of the squares are added to it."""
+        for name, part in layer.items():
+            (rows.add if name in self.summed else rows.put)(name, part)
 
 
 def _reduced(

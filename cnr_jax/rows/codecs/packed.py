@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from cnr_jax import errors
+from cnr_jax.rows.codecs.sparse import SparseRows, items, taken
 
 # Classes beside that of rows of zeros, and groups of columns: a nibble each.
 CLASSES, GROUPS = 8, 8
@@ -61,7 +62,7 @@ def pack_rows(rows: np.ndarray) -> bytes:
     classes, columns = np.zeros(count, np.uint8), np.zeros(width, np.uint8)
     if len(alive):
         if len(alive) < count:
-            rows = _taken(rows, alive)
+            rows = taken(rows, alive)
         found, columns = _classes(rows), _groups(rows)
         classes[alive] = found
         turned = _turned(rows, np.argsort(found, kind="stable"))
@@ -75,8 +76,8 @@ def pack_rows(rows: np.ndarray) -> bytes:
     return b"".join(out)
 
 
-def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> np.ndarray:
-    """Returns the integers that were packed: `dtype[rows, width]`.
+def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> SparseRows:
+    """Returns the integers that were packed.
 
     Args:
         data: from `pack_rows`, or uint8.
@@ -111,13 +112,13 @@ def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> np.
             turned[ours, first:last] = part.reshape(len(ours), -1)
     if reader.left:
         raise _wrong(f"{reader.left} bytes more than its streams take")
-    out = np.zeros((rows, width), dtype)
-    order, items = alive[np.argsort(classes, kind="stable")], _items(out)
+    out = np.empty((len(alive), width), turned.dtype)
+    order, room = np.argsort(classes, kind="stable"), items(out)
     for start in range(0, len(alive), _TURNED_ROWS):
         some = slice(start, start + _TURNED_ROWS)
-        block = np.ascontiguousarray(turned[:, some].T).astype(dtype, copy=False)
-        items[order[some]] = _items(block)
-    return out
+        room[order[some]] = items(np.ascontiguousarray(turned[:, some].T))
+    out.setflags(write=False)
+    return SparseRows(rows, alive, out)
 
 
 # Classes and groups.
@@ -239,23 +240,13 @@ def _turned(rows: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
         if order is None:
             found[:, some] = rows[some].T
         else:
-            found[:, some] = _taken(rows, order[some]).T
+            found[:, some] = taken(rows, order[some]).T
     return found
 
 
 def _columns(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
     """Room for columns of so many rows, `[width, rows]`."""
     return np.empty((width, rows + _APART_BYTES // dtype.itemsize), dtype)[:, :rows]
-
-
-def _taken(rows: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Some of the rows."""
-    return _items(rows)[at].view(rows.dtype).reshape(-1, rows.shape[1])
-
-
-def _items(rows: np.ndarray) -> np.ndarray:
-    """Rows as opaque items, which numpy moves whole."""
-    return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]
 
 
 # Streams.

@@ -10,7 +10,7 @@ from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice, Parts
 from cnr_jax.rows.codecs.moments import Octave, Unit
 
 # Each has `summed`, the parts of what lies below that a digest is taken of, in this order, and the
-# methods `difference` and `added`.
+# methods `difference` and `add`.
 Residual = Lattice | Octave | Unit
 
 
