@@ -35,6 +35,8 @@ _MOST = 15
 _LEARNT_ELEMENTS = 1 << 13
 # Integers are told apart up to this magnitude; rows of which classes are learnt, and rounds.
 _TAIL, _SAMPLE_ROWS, _ROUNDS = 7, 1 << 12, 12
+# Or up to one less, if no more of them are larger than this share: each that is counted takes time.
+_FEW_LARGER = 0.02
 # Integers that are counted, and rows that are turned round, while they are in the cache; columns
 # are so many bytes longer than they need, as lengths of powers of two share lines of it.
 _COUNTED_ELEMENTS, _TURNED_ROWS, _APART_BYTES = 1 << 18, 512, 64
@@ -163,39 +165,51 @@ def _classes(rows: np.ndarray) -> np.ndarray:
     found = np.ones(count, np.uint8)
     if classes > 1:
         step = -(-count // _SAMPLE_ROWS)
-        learnt = _learnt(_counts(rows[::step]), classes)
+        sample, less = rows[::step], _TAIL - 1
+        larger = np.count_nonzero((sample > less) | (sample < -less))
+        tail = less if larger <= _FEW_LARGER * sample.size else _TAIL
+        learnt = _learnt(_counts(sample, tail), classes)
         for some in _blocks(rows):
-            found[some] += _cheapest(_counts(rows[some]), *learnt)
+            found[some] += _cheapest(_counts(rows[some], tail), *learnt)
     return found
 
 
-def _counts(rows: np.ndarray) -> np.ndarray:
-    """How often each integer from -7 to 7 is in each row, float32[15, rows]; larger ones as 7."""
+def _counts(rows: np.ndarray, tail: int) -> np.ndarray:
+    """How often each integer up to a tail is in each row, larger ones as the tail.
+
+    Returns:
+        float32[integers, rows], from -tail on.
+    """
     turned = _turned(
-        rows if rows.itemsize == 1 else np.clip(rows, -_TAIL, _TAIL).astype(np.int8)
+        rows if rows.itemsize == 1 else np.clip(rows, -tail, tail).astype(np.int8)
     )
     dtype = np.uint8 if len(turned) < 256 else np.uint32
-    found = np.empty((2 * _TAIL + 1, turned.shape[1]), np.float32)
-    for i, value in enumerate(range(-_TAIL, _TAIL + 1)):
+    found = np.empty((2 * tail + 1, turned.shape[1]), np.float32)
+    for i, value in enumerate(range(-tail, tail + 1)):
+        if not value:
+            continue  # as many as are left
         compare = (
             np.equal
-            if abs(value) < _TAIL
+            if abs(value) < tail
             else np.less_equal
             if i == 0
             else np.greater_equal
         )
         equal = compare(turned, np.int8(value)).view(np.uint8)
         found[i] = np.add.reduce(equal, axis=0, dtype=dtype)
+    found[tail] = 0
+    found[tail] = len(turned) - found.sum(axis=0)
     return found
 
 
 def _learnt(counts: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Costs of each integer in each class, float32[classes, 15], and of the class itself.
+    """Costs of each integer in each class, float32[classes, integers], and of the class itself.
 
     By expectation maximization with hard assignments, from classes of equally many rows by the
     sum of their magnitudes.
     """
-    sizes = np.abs(np.arange(-_TAIL, _TAIL + 1, dtype=np.float32)) @ counts
+    tail = len(counts) // 2
+    sizes = np.abs(np.arange(-tail, tail + 1, dtype=np.float32)) @ counts
     bounds = np.quantile(sizes, np.linspace(0, 1, classes + 1)[1:-1])
     of = np.searchsorted(bounds, sizes)
     width = counts[:, 0].sum()
