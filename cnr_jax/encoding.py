@@ -44,7 +44,7 @@ from cnr_jax.rows.codecs import (
     reads_bits,
 )
 from cnr_jax.rows.codecs.base import WIDEST
-from cnr_jax.rows.codecs.lattice import Lattice
+from cnr_jax.rows.codecs.residual import is_on_step
 from cnr_jax.rows.codecs.slots import moments_codec, slot_codec
 
 # Where nothing is given, and no run goes on.
@@ -110,7 +110,7 @@ class Encoding:
                     f"\n{_EXACT}"
                 )
             slots = self._value(name, "slot_codec")
-            if slots == "lattice" or isinstance(slots, Lattice):
+            if slots == "lattice" or is_on_step(slots):
                 raise errors.OptionError(
                     f"{_where(name)}: slot_codec={slots!r} is for tables: on one step a table"
                     " small squares of gradients read as zero\n"

@@ -98,7 +98,7 @@ class Run:
         codec = Lattice(bits=bits)
         lattice = jax.jit(codec.step)(self.truths[first])
         rows = self.truths[step]
-        encoded = jax.jit(codec.encode_at)(rows, lattice)
+        encoded = jax.jit(codec.encode_on)(rows, lattice)
         read = codec.decode(encoded.parts, dim=DIM, dtype=rows.dtype)
         return np.where(np.asarray(encoded.escaped)[:, None], rows, np.asarray(read))
 

@@ -15,7 +15,7 @@ from cnr_jax.repository.parent_rows import TileKey, WrittenTile
 from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.rows.codecs import Encoded
 from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice, Parts
-from cnr_jax.rows.codecs.residual import Digest, Residual, costs_less
+from cnr_jax.rows.codecs.residual import Digest, Residual, costs_less, is_on_step
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.tiling import Program, chunk_rows, host_device, program_rows
 
@@ -96,45 +96,40 @@ class ResidualRows:
         if rows is None:
             assert chunk.encoded is not None
             rows = np.asarray(chunk.encoded.parts["rows"])
-        codec = parts[0][0].codec
-        given = (
-            _for_lattice(rows, parts)
-            if isinstance(codec, Lattice)
-            else _for_moments(rows, parts)
-        )
-        encoded = _encode(codec, *jax.device_put([rows, *given], self._device))
+        plan, codec = parts[0][0].plan, parts[0][0].codec
+        given = _given(codec, rows, parts, plan.keys_of is not None)
+        encoded = _encode(codec, *jax.device_put(given, self._device))
         for run, a, b, at in parts:
             run.keep(encoded.parts, at, b - a)
         return Chunk(codec=codec, count=chunk.count, rows=rows, encoded=encoded)
 
 
-def _for_lattice(
-    rows: np.ndarray, parts: list[tuple[_Run, int, int, int]]
+def _given(
+    codec: Residual,
+    rows: np.ndarray,
+    parts: list[tuple[_Run, int, int, int]],
+    dithers: bool,
 ) -> list[np.ndarray]:
-    """Steps of rows, and the keys by which they are dithered."""
-    steps = np.ones(len(rows), np.float32)
-    keys = np.zeros(len(rows), np.uint32)
-    dithers = parts[0][0].plan.keys_of is not None
-    for run, a, b, at in parts:
-        some = slice(at, at + b - a)
-        steps[some] = run.step(rows[some])
-        if run.plan.keys_of is not None:
-            keys[some] = run.plan.keys_of(run.positions(a, b))
-    return [steps, *([keys] if dithers else [])]
+    """Rows, and what they are encoded on.
 
-
-def _for_moments(
-    rows: np.ndarray, parts: list[tuple[_Run, int, int, int]]
-) -> list[np.ndarray]:
-    """Integers and centres of squares: those below them, or those that means are stored beside."""
+    That is their steps, and the keys by which they are dithered; or the integers and centres of
+    squares, of those below them, or those that means are stored beside.
+    """
+    if codec.on_step:
+        steps, keys = np.ones(len(rows), np.float32), np.zeros(len(rows), np.uint32)
+        for run, a, b, at in parts:
+            some = slice(at, at + b - a)
+            steps[some] = run.step(rows[some])
+            if run.plan.keys_of is not None:
+                keys[some] = run.plan.keys_of(run.positions(a, b))
+        return [rows, steps, *[keys] * dithers]
     given = [np.zeros(rows.shape, np.int16), np.zeros((len(rows), 1), np.int16)]
     for run, a, b, at in parts:
         known = run.beside.whole(a, b) if run.beside else run.below(a, b)
-        if known is not None:
-            for array, name in zip(given, ("integers", "centre"), strict=True):
-                if name in known:
-                    array[at : at + b - a] = known[name]
-    return given
+        for array, name in zip(given, ("integers", "centre"), strict=True):
+            if known is not None and name in known:
+                array[at : at + b - a] = known[name]
+    return [rows, *given]
 
 
 class _Run:
@@ -154,7 +149,7 @@ class _Run:
         self.beside, self.digest = beside, Digest(codec)
         self._adds: bool | None = None if below is not None else False
         self._step: np.float32 | None = None
-        if below is not None and isinstance(codec, Lattice):
+        if below is not None and codec.on_step:
             self._step = below["scale"].max()
         # As they come from the encoder, of which nothing is waited for: parts, start, and count.
         self._kept: list[tuple[Mapping[str, jax.Array], int, int]] = []
@@ -181,7 +176,7 @@ class _Run:
     def step(self, rows: np.ndarray) -> np.float32:
         """The step of the tile; chosen from its first rows if there is no better sample."""
         if self._step is None:
-            assert isinstance(self.codec, Lattice)
+            assert is_on_step(self.codec)
             sample = self.plan.sample if self.plan.sample is not None else rows
             count = 1 << (min(len(sample), SAMPLE_ROWS).bit_length() - 1)
             sample = sample[np.arange(count) * len(sample) // count]
@@ -238,19 +233,13 @@ def residual_programs(
 def _encode_zeros(
     codec: Residual, dtype: np.dtype, width: int, rows: int, dithers: bool
 ) -> None:
-    given = [np.zeros((rows, width), dtype)]
-    if isinstance(codec, Lattice):
-        given += [np.ones(rows, np.float32), *[np.zeros(rows, np.uint32)] * dithers]
-    else:
-        given += _for_moments(given[0], [])
+    given = _given(codec, np.zeros((rows, width), dtype), [], dithers)
     _encode(codec, *jax.device_put(given, host_device()))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(codec: Residual, *given: jax.Array) -> Encoded:
-    if isinstance(codec, Lattice):
-        return codec.encode_at(*given)
-    return codec.encode_over(*given)
+    return codec.encode_on(*given)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -126,7 +126,7 @@ class Delta:
 
     def __init__(self, dim: int, bits: int, window: Window) -> None:
         self.codec, self._window = Lattice(bits=bits), window
-        self._encode = jax.jit(self.codec.encode_at)
+        self._encode = jax.jit(self.codec.encode_on)
         step = jax.jit(self.codec.step)
         steps = np.array([step(each) for each in window["samples"]], np.float32)
         self.steps = steps[window["table"]]
@@ -212,7 +212,7 @@ class Delta:
 def log_slot_bytes(slots: np.ndarray, moment: int) -> float:
     """Bytes a row of a slot's last difference to an earlier moment, as they are stored."""
     codec, none = Octave(places=256), np.zeros((len(slots[0]), 1), np.int16)
-    encode, below = jax.jit(codec.encode_over), [none]
+    encode, below = jax.jit(codec.encode_on), [none]
     # Each save rests on the one before, but the last on that of the moment.
     for values in (*slots[: moment + 1], slots[-1]):
         found = encode(values, below[-1], none)

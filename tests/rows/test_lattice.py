@@ -36,7 +36,7 @@ def trained(rows: int, dim: int = 32, seed: int = 0) -> np.ndarray:
 def encoded(
     codec: Lattice, rows: np.ndarray, step: float, keys: np.ndarray | None = None
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    encode = jax.jit(codec.encode_at)
+    encode = jax.jit(codec.encode_on)
     given = (rows, np.float32(step)) if keys is None else (rows, np.float32(step), keys)
     found = encode(*given)
     return {n: np.asarray(p) for n, p in found.parts.items()}, np.asarray(found.escaped)

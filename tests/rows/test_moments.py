@@ -32,7 +32,7 @@ def over(
     known = below or {}
     integers = known.get("integers", np.zeros(rows.shape, np.int16))
     centre = known.get("centre", np.zeros((len(rows), 1), np.int16))
-    found = jax.jit(codec.encode_over)(rows, integers, centre)
+    found = jax.jit(codec.encode_on)(rows, integers, centre)
     return on_host(found)
 
 
@@ -79,7 +79,7 @@ def test_means_read_within_their_bound(dim: int, dtype: type) -> None:
     with np.errstate(over="ignore"):
         means = means.astype(dtype)
     given = known["integers"], known.get("centre", np.zeros((len(rows), 1), np.int16))
-    parts, escaped = on_host(jax.jit(codec.encode_over)(means, *given))
+    parts, escaped = on_host(jax.jit(codec.encode_on)(means, *given))
     assert escaped[[1, 10, 11]].all()
     assert not escaped[0] or dtype == np.float16
     read = np.asarray(codec.decode(parts, dim=dim, dtype=dtype)).astype(np.float64)

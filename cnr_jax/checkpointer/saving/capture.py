@@ -22,9 +22,9 @@ from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.rows.codecs import Codec, Dithering, Raw
 from cnr_jax.rows.codecs.base import WIDEST
 from cnr_jax.rows.codecs.dither import Dither, dither_seed, row_keys
-from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice
+from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS
 from cnr_jax.rows.codecs.moments import Unit
-from cnr_jax.rows.codecs.residual import Residual
+from cnr_jax.rows.codecs.residual import Residual, is_on_step
 from cnr_jax.rows.gather.chunk import HostRows, KeysOf, Run
 from cnr_jax.rows.gather.encode import (
     Sample,
@@ -181,7 +181,7 @@ class Rows:
         """The rows themselves, in order; they refer to the state's buffers."""
         found: list[HostRows | Run] = []
         for numbers in self.kinds:
-            if isinstance(self._coding.codecs[numbers[0]], Lattice):
+            if is_on_step(self._coding.codecs[numbers[0]]):
                 self._sample(numbers, shards)
             if self._coding.tiling.wheres[numbers[0]] == "host":
                 found.append(self._on_host(numbers, shards))

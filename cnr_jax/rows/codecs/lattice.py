@@ -76,6 +76,7 @@ class Lattice:
     name: ClassVar[str] = "cnr.lattice"
     dithers: ClassVar[Literal[True]] = True
     summed: ClassVar[tuple[str, ...]] = ("integers", "scale")
+    on_step: ClassVar[Literal[True]] = True
     bits: int = 4
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class Lattice:
         wanted = _mean(off, kept)
         step = jnp.maximum(wanted * np.float32((12 / dim) ** 0.5), _SMALLEST)
         # Errors fill a step evenly only where rows reach over many; and some rows are finer.
-        on = self.encode_at(rows, step)
+        on = self.encode_on(rows, step)
         read = self.decode(on.parts, dim=dim, dtype=np.float32)
         off = jnp.where(kept, jnp.linalg.norm(x - read, axis=1), 0)
         found = _mean(off, kept & ~on.escaped)
@@ -143,9 +144,9 @@ class Lattice:
             TypeError: if the rows are not float32, bfloat16 or float16.
         """
         check_dtype(rows.dtype)
-        return self.encode_at(rows, self.step(rows), keys)
+        return self.encode_on(rows, self.step(rows), keys)
 
-    def encode_at(
+    def encode_on(
         self, rows: jax.Array, step: jax.Array, keys: jax.Array | None = None
     ) -> Encoded:
         """Encodes as `encode` does, on a step that is given: one, or float32[rows].

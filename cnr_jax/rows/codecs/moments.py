@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,7 @@ class Octave:
 
     name: ClassVar[str] = "cnr.octave"
     summed: ClassVar[tuple[str, ...]] = ("integers", "centre")
+    on_step: ClassVar[Literal[False]] = False
     places: int = 2
 
     def __post_init__(self) -> None:
@@ -114,9 +115,9 @@ class Octave:
             TypeError: if the rows are not float32, bfloat16 or float16.
         """
         nothing = jnp.zeros((rows.shape[0], 1), jnp.int16)
-        return self.encode_over(rows, jnp.zeros(rows.shape, jnp.int16), nothing)
+        return self.encode_on(rows, jnp.zeros(rows.shape, jnp.int16), nothing)
 
-    def encode_over(
+    def encode_on(
         self, rows: jax.Array, below: jax.Array, centre: jax.Array
     ) -> Encoded:
         """Encodes rows so that they differ little from what lies below them.
@@ -222,13 +223,14 @@ class Unit:
     Example:
         >>> squares = Octave(places=2).encode(jnp.array([[0.0, 0.25, 4.0]])).parts
         >>> means = jnp.array([[0.0, 0.25, -2.0]])
-        >>> encoded = Unit(steps=8).encode_over(means, squares["integers"], squares["centre"])
+        >>> encoded = Unit(steps=8).encode_on(means, squares["integers"], squares["centre"])
         >>> encoded.parts["integers"].tolist()
         [[0, 4, -8]]
     """
 
     name: ClassVar[str] = "cnr.unit"
     summed: ClassVar[tuple[str, ...]] = ("octaves", "centre")
+    on_step: ClassVar[Literal[False]] = False
     steps: int = 8
     places: int = 2
 
@@ -266,9 +268,9 @@ class Unit:
         check_dtype(rows.dtype)
         squares = self.squares.encode(jnp.square(rows.astype(jnp.float32))).parts
         none = jnp.zeros((rows.shape[0], 1), jnp.int16)
-        return self.encode_over(rows, squares["integers"], squares.get("centre", none))
+        return self.encode_on(rows, squares["integers"], squares.get("centre", none))
 
-    def encode_over(
+    def encode_on(
         self, rows: jax.Array, octaves: jax.Array, centre: jax.Array
     ) -> Encoded:
         """Encodes rows by the integers and centres of the squares, int16."""

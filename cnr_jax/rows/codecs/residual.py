@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TypeGuard
 
 import numpy as np
 
 from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice, Parts
 from cnr_jax.rows.codecs.moments import Octave, Unit
 
-# Each has `summed`, the parts of what lies below that a digest is taken of, in this order, and the
-# methods `difference` and `add`.
+# Each has `summed`, the parts of what lies below that a digest is taken of, in order; `on_step`,
+# whether `encode_on` is given steps, and not integers below; and the methods `difference`, `add`.
 Residual = Lattice | Octave | Unit
+
+
+def is_on_step(codec: object) -> TypeGuard[Lattice]:
+    """Whether all rows of a tile are encoded on one step, which is chosen from a sample."""
+    return isinstance(codec, Residual) and codec.on_step
 
 
 class Digest:
