@@ -180,5 +180,5 @@ def act(system: System, root: Path, note: Note) -> None:
 def _differs(trainer: Any, step: int) -> list[str]:
     got = training.values_of(trainer.state)
     want = training.values_of(training.state_after(step))
-    exact = sorted(set(training.differing(got, want)) - {training.QUANTIZED})
+    exact = sorted(set(training.differing(got, want)) - training.QUANTIZED)
     return [f"step {step}: {path}" for path in exact]

@@ -82,7 +82,7 @@ def check_twins(
             want = training.values_of(training.state_after(step, theirs))
             wrong = set(training.differing(values, want))
             if system is Ours and near(values, want):
-                wrong.discard(training.QUANTIZED)
+                wrong -= training.QUANTIZED
             if wrong:
                 raise TwinError(
                     f"step {step}: {', '.join(sorted(wrong))} not as trained"
@@ -90,10 +90,18 @@ def check_twins(
 
 
 def near(got: Values, want: Values) -> bool:
-    """Whether the quantized table is as near as 4 bits a number can be, twice over."""
-    a, b = got[training.QUANTIZED], want[training.QUANTIZED]
+    """Whether quantized leaves are as near as 4 bits a number, or moments, can be, twice over."""
+    a, b = got[training.ITEM], want[training.ITEM]
     width = np.ptp(b, axis=1, keepdims=True) / (2**4 - 1)
-    return bool((np.abs(a - b) <= 2 * width).all())
+    found = (np.abs(a - b) <= 2 * width).all()
+    if training.HAS_SUMS:
+        (mu, nu), (means, squares) = (
+            [values[k] for k in (training.MEANS, training.SQUARES)]
+            for values in (got, want)
+        )
+        found &= (np.abs(mu - means) <= 0.25 * np.sqrt(squares)).all()
+        found &= ((nu <= 2 * squares) & (nu >= squares / 2)).all()
+    return bool(found)
 
 
 def listed(system: System, root: Path) -> list[int]:

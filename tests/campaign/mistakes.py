@@ -166,7 +166,7 @@ def _is_second_run(system: System, root: Path) -> Verdict:
         return Verdict(Outcome.LISTED, f"{type(error).__name__}: {error}")
     for got, step in ((training.values_of(trainer.state), newest), (following, RERUN)):
         want = training.values_of(training.state_after(step, salts))
-        wrong = set(training.differing(got, want)) - {training.QUANTIZED}
+        wrong = set(training.differing(got, want)) - training.QUANTIZED
         if wrong or not judging.near(got, want):
             return Verdict(Outcome.WRONG, f"step {step}: {sorted(wrong)}")
     return Verdict(Outcome.EQUAL)
@@ -246,7 +246,7 @@ def _try(call: Callable[[], Any], note: Note) -> None:
 def digest(values: training.Values) -> str:
     """Of all leaves that are stored exactly."""
     found = hashlib.sha256()
-    for path in sorted(values.keys() - {training.QUANTIZED}):
+    for path in sorted(values.keys() - training.QUANTIZED):
         found.update(path.encode() + values[path].tobytes())
     return found.hexdigest()
 

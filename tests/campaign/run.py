@@ -1,6 +1,6 @@
 """Every fault that storage and processes produce, and what becomes of it.
 
-    python tests/campaign/run.py [--quick] [--json PATH] [--only TEXT ...] [--in-flight N]
+    python tests/campaign/run.py [--quick] [--json PATH] [--only TEXT ...] [--in-flight N] [--sums]
 
 Ends with an error if anything of this library's ended as it should not. README.md, beside this
 file, says what the cases do.
@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = ""
-
+if "--sums" in sys.argv:
+    os.environ["CNR_CAMPAIGN_SUMS"] = "1"  # before the state is made
 
 # Imports of jax must come after the platform is set.
 import children  # noqa: E402
@@ -95,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--in-flight", type=int, default=1, help="max_in_flight of ours (default: 1)"
+    )
+    parser.add_argument(
+        "--sums", action="store_true", help="rows on a lattice, and moments"
     )
     parser.add_argument("--workers", type=int, default=2, help="children at a time")
     parser.add_argument("--dir", type=Path, help="where to write (default: temporary)")

@@ -17,6 +17,10 @@ from cnr_jax.policy import Policy
 IN_FLIGHT = "CNR_CAMPAIGN_IN_FLIGHT"
 
 
+# Options of a run whose deltas hold differences of integers.
+SUMS: dict[str, Any] = {"codec": "lattice", "slot_codec": "moments"}
+
+
 def most_in_flight() -> int:
     """Saves in flight that managers of this library are opened with."""
     return int(os.environ.get(IN_FLIGHT, "1"))
@@ -94,7 +98,7 @@ class _Loop:
 
 
 class Ours(_Loop):
-    """`cnr_jax` with recorded rows, one table exact and one in 4 bits."""
+    """`cnr_jax` with recorded rows, one table exact and one in 4 bits, or on a lattice."""
 
     name = "cnr_jax"
 
@@ -119,6 +123,7 @@ class Ours(_Loop):
                 preservation_policy=latest(keep),
                 # Codes are compared between runs, and dither is another in each that is restored.
                 rounding="nearest",
+                **(SUMS if training.HAS_SUMS else {}),
                 **{"max_in_flight": most_in_flight(), **options},
             ),
         )

@@ -71,6 +71,22 @@ def test_a_sample_of_faults_ends_as_it_should(tmp_path: Path) -> None:
 
 @needs_faults
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", ["kill: delta", "damage", "errors", "mistakes: stale"])
+def test_faults_on_sums_end_as_they_should(tmp_path: Path, case: str) -> None:
+    pytest.importorskip("zstandard")
+    arguments = ("--quick", "--sums", "--systems", "cnr_jax", "--only", case)
+    tallies = run(tmp_path / "report.json", *arguments, timeout_secs=3500)
+    assert sum(tally["faults"] for tally in tallies) > 0
+    assert all(tally["wrong"] == 0 for tally in tallies)
+    if case == "damage":
+        flipped = {t["what"] for t in tallies if t["faults"]}
+        for array in ("lattice.integers4.int8", "octave.integers4.int16"):
+            assert any(array in what for what in flipped), flipped
+
+
+@needs_faults
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("case", CASES)
 def test_all_faults_of_a_case_end_as_they_should(tmp_path: Path, case: str) -> None:

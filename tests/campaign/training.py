@@ -1,12 +1,14 @@
 """The train state of the campaign: small enough to be saved thousands of times, known exactly.
 
 Two tables, one stored exactly and one in 4 bits, an optimizer slot, and dense leaves. Numpy trains
-them, so that what a step must come back as is known without any checkpoint.
+them, so that what a step must come back as is known without any checkpoint. With `--sums` the
+second table has moments of its gradients too, and so many rows that differences are packed.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +17,12 @@ import numpy as np
 
 import cnr_jax as cnr
 
-SHAPES = {"user": (24, 4), "item": (24, 4)}
-QUANTIZED = "['params']['item']"
+# Set where rows are stored as sums of integers, in this process and those that it starts.
+SUMS = "CNR_CAMPAIGN_SUMS"
+HAS_SUMS = SUMS in os.environ
+SHAPES = {"user": (24, 4), "item": (300 if HAS_SUMS else 24, 4)}
+ITEM, MEANS, SQUARES = "['params']['item']", "['mu']['item']", "['nu']['item']"
+QUANTIZED = frozenset({ITEM, MEANS, SQUARES} if HAS_SUMS else {ITEM})
 IDS_PER_STEP = 4
 Values = dict[str, np.ndarray]
 
@@ -25,7 +31,9 @@ def first_state() -> dict[str, Any]:
     """The state before step 0, of numpy arrays."""
     rng = np.random.default_rng(3)
     params = {k: rng.normal(size=shape) for k, shape in SHAPES.items()}
+    moments = {k: {"item": np.zeros(SHAPES["item"], np.float32)} for k in ("mu", "nu")}
     return {
+        **(moments if HAS_SUMS else {}),
         "params": {k: v.astype(np.float32) for k, v in params.items()},
         "acc": {"user": np.zeros(SHAPES["user"][0], np.float32)},
         "w": np.linspace(-1, 1, 6, dtype=np.float32),
@@ -50,6 +58,11 @@ def trained(state: dict[str, Any], step: int, salt: int = 0) -> dict[str, Any]:
         state["params"][k][ids] += (
             change * np.cos(np.arange(4, dtype=np.float32))[:, None]
         )
+    if HAS_SUMS:
+        ids = ids_of(step, salt)["item"]
+        for k, rate, power in (("mu", 0.1, 1), ("nu", 0.001, 2)):
+            rows = state[k]["item"]
+            rows[ids] += np.float32(rate) * (change**power - rows[ids])
     state["acc"]["user"][ids_of(step, salt)["user"]] += change
     state["w"] += change
     state["step"] = step
@@ -98,4 +111,6 @@ def on_host(state: Any) -> dict[str, Any]:
 
 
 def tables_of(state: Any) -> cnr.Tables:
-    return cnr.find_tables(state, list(SHAPES))
+    pairs = [("mu", "nu")] if HAS_SUMS else []
+    specs = {"user": cnr.TableSpec(), "item": cnr.TableSpec(moments=pairs)}
+    return cnr.find_tables(state, specs)
