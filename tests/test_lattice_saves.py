@@ -34,6 +34,7 @@ from cnr_jax.waiting import Job
 
 from . import lattice_reader
 from .conftest import each_of
+from .summed_run import SummedRun
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
@@ -42,26 +43,22 @@ ROWS, DIM = 256, 16
 MESH = jax.make_mesh((2, 2), ("r", "c"), devices=jax.devices()[:4])
 
 
-class Run:
+class Run(SummedRun):
     """A table that is trained: a few rows move a little, some become such as none holds."""
 
     def __init__(self, root: Path, dtype: Any = np.float32, **options: Any) -> None:
-        self.root, self._rng = root, np.random.default_rng(0)
+        super().__init__(root, **{"codec": "lattice", **options})
         table = self._rng.normal(size=(ROWS, DIM)) * 0.05
         table[5, 3], table[6], table[7] = np.nan, 6e4, table[7] * 0.02
         self.table = table.astype(dtype)
-        self.truths: list[np.ndarray] = []
-        self.sharding: Any = None
-        self.tables = cnr.find_tables(self.state(), ["t"])
+        self.tables = cnr.find_tables(self.state(), self.spec)
         self.touched = cnr.init_touched(self.state(), self.tables)
-        self.options = {"codec": "lattice", "rounding": "nearest", **options}
+
+    def saved(self) -> np.ndarray:
+        return self.table
 
     def state(self) -> dict[str, jax.Array]:
         return {"t": jax.device_put(self.table, self.sharding)}
-
-    def open(self) -> Any:
-        options = cnr.Options(**self.options)
-        return cnr.CheckpointManager(self.root, tables=self.tables, options=options)
 
     def train(self) -> None:
         ids = self._rng.choice(ROWS, ROWS // 4, replace=False)
@@ -75,23 +72,13 @@ class Run:
         self.table = table.astype(self.table.dtype)
         self.touched = cnr.record(self.touched, {"t": jnp.asarray(ids)})
 
-    def save(self, manager: Any, *, waits: bool = True) -> None:
-        step = len(self.truths)
-        self.truths.append(self.table)
-        manager.save(step, args=cnr.args.Save(self.state(), self.touched))
-        if waits:
-            manager.wait_until_finished()
-
     def restored(self, step: int, sharding: Any = None) -> np.ndarray:
         like = {
             "t": jax.ShapeDtypeStruct(
                 self.table.shape, self.table.dtype, sharding=sharding
             )
         }
-        with cnr.CheckpointManager(self.root, tables=self.tables) as manager:
-            return np.asarray(
-                manager.restore(step, args=cnr.args.Restore(like)).state["t"]
-            )
+        return np.asarray(self.read(step, like)["t"])
 
     def expected(self, step: int, first: int = 0, bits: int = 4) -> np.ndarray:
         """The rows of a step, encoded without anything below, on the step of the first save."""
@@ -111,9 +98,7 @@ class Run:
             assert read.tobytes() == got[::3].tobytes()
 
     def segments(self, step: int) -> Iterator[Any]:
-        item = self.root / str(step) / "default"
-        process = load_process((item / "manifest.p00000.json").read_bytes(), "process")
-        for tile in process.tiles:
+        for tile in self.process(step).tiles:
             yield from tile.segments
 
 

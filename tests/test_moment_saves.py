@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax.format.tiles import ProcessManifest, load_process
 from cnr_jax.repository.parent_rows import ParentRows
 from cnr_jax.repository.replay.encoded import Merged, Target
 from cnr_jax.repository.replay.regions import WantedLeaf
@@ -26,6 +25,7 @@ from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
 from . import lattice_reader
+from .summed_run import SummedRun
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
@@ -35,26 +35,21 @@ MESH = jax.make_mesh((2, 2), ("r", "c"), devices=jax.devices()[:4])
 MU, NU = "opt/mu", "opt/nu"
 
 
-class Run:
+class Run(SummedRun):
     """A table under dense Adam, of whose rows the upper half is never looked up."""
 
     def __init__(self, root: Path, dim: int = DIM, **options: Any) -> None:
-        self.root, self._rng = root, np.random.default_rng(0)
+        given = {
+            "codec": "lattice",
+            "slot_codec": "moments",
+            "tracking": "fingerprint",
+            "policy": cnr.Consecutive(),
+        }
+        super().__init__(root, **{**given, **options})
         shape = (ROWS, dim)
         self.t = (self._rng.normal(size=shape) * 0.05).astype(np.float32)
         self.mu, self.nu = np.zeros((2, *shape), np.float32)
         self.is_odd = False
-        self.truths: list[dict[str, np.ndarray]] = []
-        self.sharding: Any = None
-        self.spec: Any = ["t"]
-        self.options: dict[str, Any] = {
-            "codec": "lattice",
-            "slot_codec": "moments",
-            "rounding": "nearest",
-            "tracking": "fingerprint",
-            "policy": cnr.Consecutive(),
-            **options,
-        }
 
     def saved(self) -> dict[str, np.ndarray]:
         """What there is to save; once it was trained, with some that no integers hold."""
@@ -70,11 +65,6 @@ class Run:
         opt = optax.ScaleByAdamState(jnp.int32(0), mu=mu, nu=nu)
         return {"t": placed["table"], "opt": opt}
 
-    def open(self) -> Any:
-        self.tables = cnr.find_tables(self.state(), self.spec)
-        options = cnr.Options(**self.options)
-        return cnr.CheckpointManager(self.root, tables=self.tables, options=options)
-
     def train(self, steps: int = 20) -> None:
         for _ in range(steps):
             ids = self._rng.choice(ROWS // 2, 8, replace=False)
@@ -87,21 +77,13 @@ class Run:
             self.t = (self.t - 1e-3 * step).astype(np.float32)
         self.is_odd = True
 
-    def save(self, manager: Any, *, waits: bool = True) -> None:
-        step = len(self.truths)
-        self.truths.append(self.saved())
-        manager.save(step, args=cnr.args.Save(self.state()))
-        if waits:
-            manager.wait_until_finished()
-
     def restored(self, step: int, sharding: Any = None) -> dict[str, np.ndarray]:
         def like(x: Any) -> Any:
             given = sharding if x.ndim == 2 else None
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=given)
 
         wanted = jax.tree.map(like, self.state())
-        with cnr.CheckpointManager(self.root, tables=self.tables) as manager:
-            found = manager.restore(step, args=cnr.args.Restore(wanted)).state
+        found = self.read(step, wanted)
         leaves = {"table": found["t"], MU: found["opt"].mu["t"]}
         leaves[NU] = found["opt"].nu["t"]
         return {name: np.asarray(leaf) for name, leaf in leaves.items()}
@@ -142,10 +124,6 @@ class Run:
             )
             for leaf, dtype in zip(leaves, dtypes, strict=True)
         ]
-
-    def process(self, step: int) -> ProcessManifest:
-        item = self.root / str(step) / "default"
-        return load_process((item / "manifest.p00000.json").read_bytes(), "process")
 
     def adds(self, step: int) -> dict[str, bool]:
         """Whether rows of each leaf are added to those below."""
