@@ -181,12 +181,12 @@ def _compared(held: Sequence[Held], main: Encoding, rows: int) -> set[int]:
     """
     found, later = set[int](), np.zeros(rows, np.bool_)
     for each in reversed(held):
-        if each.encoding != main or (each.adds and not each.is_whole):
+        if each.encoding != main:
             continue
-        if each.adds and not later[each.at].all():
+        if each.adds:
+            if later[each.at].all() or not each.is_whole:
+                continue
             found.add(id(each))
-        elif each.adds:
-            continue
         later[each.at] = True
     return found
 
