@@ -149,7 +149,10 @@ def overlap(
         if positions is None:
             return slice(first, last), slice(first + shift, last + shift)
         # Positions are sorted, so those within a range are a run.
-        first, last = np.searchsorted(positions, (first, last)).tolist()
+        if last - first < count:
+            first, last = np.searchsorted(positions, (first, last)).tolist()
+        else:
+            first, last = 0, len(positions)
         return slice(first, last), positions[first:last] + shift
     positions = listed_rows(reader, process, tile, segment)
     stored, at = target.origins(entry, rows)

@@ -91,6 +91,7 @@ def decodings(
     return out, main, patches
 
 
+@own_settings()
 def decode_all(items: Sequence[Decoding]) -> None:
     """Decodes rows of many regions; no row of an array may be in two of them."""
     groups: dict[tuple[Codec, int, np.dtype], list[Decoding]] = {}
@@ -120,7 +121,6 @@ def _parts(block: Sequence[tuple[Decoding, int, int]]) -> dict[str, np.ndarray]:
     }
 
 
-@own_settings()
 def _decoded(
     codec: Codec,
     width: int,
