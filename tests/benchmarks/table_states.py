@@ -41,7 +41,11 @@ def make_state(count: int) -> State:
 
 
 def make_alike(count: int, rows: int, dim: int) -> State:
-    """`count` tables of one shape, and their accumulators."""
+    """`count` tables of one shape, and their accumulators, of the same rows in other orders.
+
+    Not of rows to which something is added: beside an offset of some hundred steps codes of 4 bits
+    are too coarse, so nearly all rows would be stored exactly, beside the others.
+    """
     import jax
 
     rng = np.random.default_rng(0)
@@ -49,8 +53,10 @@ def make_alike(count: int, rows: int, dim: int) -> State:
     block = rng.normal(0, 0.01, (rows, dim)).astype(np.float32)
     slot = 1 + np.abs(block[:, 0])
     names = names_of(count)
-    params = {name: jax.device_put(block + i, by_rows) for i, name in enumerate(names)}
-    slots = {name: jax.device_put(slot + i, by_rows) for i, name in enumerate(names)}
+    params, slots = {}, {}
+    for i, name in enumerate(names):
+        params[name] = jax.device_put(np.roll(block, i, axis=0), by_rows)
+        slots[name] = jax.device_put(np.roll(slot, i), by_rows)
     return jax.block_until_ready({"params": params, "slots": slots})
 
 
