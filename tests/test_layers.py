@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 # the package, less the parts below it that are listed themselves; "cnr_jax" is what users import.
 # etils: the type of the paths that Orbax hands over.
 TABLE = {
-    "waiting texts errors integers": ("", ""),
+    "waiting garbage texts errors integers": ("", ""),
     "policy": ("integers", ""),
     "format": ("integers", "numpy"),
     "state rows": ("integers", "numpy jax"),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
+from cnr_jax.garbage import without_collections
 from cnr_jax.repository import layout, store
 from cnr_jax.repository.causes import using_root
 from cnr_jax.repository.description import (
@@ -30,7 +31,6 @@ from cnr_jax.repository.step import (
     files_of,
     read_processes,
     sorted_out,
-    without_collections,
 )
 from cnr_jax.repository.store import checked
 from cnr_jax.repository.table_sizes import held_tables

@@ -9,10 +9,8 @@ or with an error that shows the chain and says what to restore instead.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from cnr_jax import errors
@@ -44,22 +42,6 @@ from cnr_jax.repository.store.checked import (
     read_checked,
     reading,
 )
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """No search for cyclic garbage meanwhile: manifests have none.
-
-    Those of a thousand tables are a million objects, among which it would be looked for again
-    and again: a third of the time of a restore.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def read_manifest(directory: AnyPath) -> Manifest:

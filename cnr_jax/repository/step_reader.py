@@ -20,8 +20,9 @@ from cnr_jax import errors
 from cnr_jax.format import names, rowids
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import RowIds, Segment, Tile
+from cnr_jax.garbage import without_collections
 from cnr_jax.repository.index.resolve import resolve_chain
-from cnr_jax.repository.step import read_processes, without_collections
+from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.store import AnyPath, asking_once, store_of
 from cnr_jax.repository.store.arrays import ArrayReader
 from cnr_jax.repository.store.checked import (

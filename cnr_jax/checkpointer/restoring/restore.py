@@ -38,6 +38,7 @@ from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.checkpointer.tracking.tracker import Tracker
 from cnr_jax.format.encodings import EncodingEntry, encoding_told
 from cnr_jax.format.manifest import TableEntry
+from cnr_jax.garbage import without_collections
 from cnr_jax.plain_args import with_stored_shapes
 from cnr_jax.repository.index.entries import entry_of, order
 from cnr_jax.repository.index.ledger import Ledger
@@ -181,7 +182,8 @@ def read_back(
     elif tables is None:
         tables = tables_in(manifest, state)
     check_tables(tables)
-    wanted = match(manifest, state, tables, args, place.directory)
+    with without_collections():
+        wanted = match(manifest, state, tables, args, place.directory)
     # Before rows are read: what is damaged is to be known soon. Who wants some tables alone does
     # not wait for all dense files to be looked at.
     is_read = bool(wanted.dense) or not args.partial
@@ -303,6 +305,7 @@ def _read_stamps(
     return shardings, stamps
 
 
+@without_collections()
 def _assemble(
     state: Any,
     wanted: Wanted,

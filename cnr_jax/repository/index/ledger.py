@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
+from cnr_jax.garbage import without_collections
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.chains import Chains
 from cnr_jax.repository.index.entries import (
@@ -30,7 +31,6 @@ from cnr_jax.repository.step import (
     read_committed,
     read_step,
     what_is_in,
-    without_collections,
 )
 from cnr_jax.repository.store import AnyPath, can, exists, is_gone, store_of
 from cnr_jax.texts import logger

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from cnr_jax.format.boxes import Box
+from cnr_jax.garbage import without_collections
 from cnr_jax.repository.dtypes import converted
 from cnr_jax.repository.replay import on_device
 from cnr_jax.repository.replay.encoded import (
@@ -244,6 +245,7 @@ def _merged(
     return [found[region.box] for region in regions]
 
 
+@without_collections()
 def restore_stamps(
     chain: Sequence[StepReader], wanted: Sequence[tuple[str, Target, Sharding]]
 ) -> list[jax.Array]:
@@ -319,9 +321,8 @@ def restore_small(
     yield from _batch(batch)
 
 
-def _batch(
-    leaves: Sequence[tuple[WantedLeaf, Abstract]],
-) -> Iterator[jax.Array]:
+@without_collections()
+def _batch(leaves: Sequence[tuple[WantedLeaf, Abstract]]) -> list[jax.Array]:
     main: list[Decoding] = []
     patches: list[Decoding] = []
     regions = [
@@ -334,7 +335,7 @@ def _batch(
         {box: _finished(leaf, box, *region) for box, region in found.items()}
         for (leaf, _), found in zip(leaves, regions, strict=True)
     ]
-    yield from placed([abstract for _, abstract in leaves], rows)
+    return placed([abstract for _, abstract in leaves], rows)
 
 
 def _region(
