@@ -432,15 +432,20 @@ def _in_the_way(path: AnyPath, error: OSError) -> errors.WriterError:
 
 
 class WritingLock:
-    """The lock of one root, as one manager sees it."""
+    """A lock of one root, as one manager sees it.
 
-    def __init__(self, root: AnyPath) -> None:
-        self._path = root / names.WRITER_LOCK
+    Args:
+        root: that it is of.
+        name: of the file that is locked.
+    """
+
+    def __init__(self, root: AnyPath, name: str = names.WRITER_LOCK) -> None:
+        self._path = root / name
         self._supported = can(root).locks
         self._held: FileLock | None = None
 
     def acquire(self, timeout_secs: float) -> bool:
-        """Waits until no other manager is writing.
+        """Waits until no other manager holds it.
 
         Returns:
             Whether that is so; False after `timeout_secs`. True without waiting where the file
