@@ -36,6 +36,8 @@ from cnr_jax.repository.store import AnyPath, can, exists, is_gone, store_of
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
+# The kinds of the error with which a save that is not committed is read.
+_OF_ATTEMPTS = ("manifest_missing", "not_committed")
 # Manifests that are read at a time where each is a request.
 _AT_ONCE = 16
 
@@ -260,7 +262,7 @@ class Ledger(Chains):
             with contextlib.suppress(OSError):
                 if what_is_in(root, directory) != "step":
                     return found  # its number is free
-            if not can(root).renames:
+            if getattr(found, "kind", "") in _OF_ATTEMPTS and not can(root).renames:
                 # It may have been committed since it was looked at.
                 found = self._look(root, directory, item)
         if isinstance(found, Exception):
@@ -379,7 +381,7 @@ class Ledger(Chains):
         except (errors.CnrError, OSError) as error:
             # Not there, rather than damaged or out of reach.
             kind = getattr(error, "kind", None)
-            gone = kind in ("manifest_missing", "not_committed")
+            gone = kind in _OF_ATTEMPTS
             self.let_go(uuid, committed or (committed is None and not gone))
             return None
         # An older step may stand where a failed save was to be.
