@@ -128,7 +128,6 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
         is_auto = self.options.interval == "auto"
         self.interval = Interval(self.options) if is_auto else None
-        self.writer.on_merged += [self.lifecycle.rest_on, self._launcher.rest_on]
         self.planning = Planning(
             self.channel,
             self.writer,

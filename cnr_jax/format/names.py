@@ -60,10 +60,9 @@ REMOVED = b"removed"
 # Files right in the folder of a step, beside its items.
 OF_STEP = (ORBAX_METADATA, *MARKERS)
 
-# In the root: who saves there, and what is locked while a save is being written, or one is merged.
+# In the root: who saves there, and what is locked while a save is being written.
 WRITER = "cnr_jax.writer.json"
 WRITER_LOCK = "cnr_jax.writer.lock"
-MERGING_LOCK = "cnr_jax.merging.lock"
 # In the root: which steps may lack rows, as an audit has found.
 SUSPECTS = "cnr_jax.suspects.json"
 # In the root, where each look is a request: what is known of its steps.
@@ -73,11 +72,9 @@ METRICS = "cnr_jax.metrics.jsonl"
 # In the root: what the newest saves took, as their manager has measured it; advice.
 MEASUREMENTS = "cnr_jax.measurements.json"
 
-# Ends the name of the directory of a merged step.
-_MERGED = ".merged"
 # The forms of names, to be matched as a whole: a root is a folder of the user's too, in which
 # other names may contain ours, or begin or end with them. ASCII digits only; "." is any character.
-_GENERATION = r"\.g(?P<generation>[1-9][0-9]*)\.(?:branch|merged)"
+_GENERATION = r"\.g(?P<generation>[1-9][0-9]*)\.branch"
 _BRANCHED = re.compile(rf"(?P<plain>.*[0-9]){_GENERATION}", re.DOTALL)
 _STEP = rf"(?:.*[0-9](?:{_GENERATION.replace('?P<generation>', '?:')})?)"
 # What is being saved to it, with a number behind where an older Orbax has made it.
@@ -101,7 +98,7 @@ _FOLDERS = {
 _OWN = re.compile(r"manifest\.json|manifest\.p[0-9]{5,}\.json|rows\.p[0-9]{5,}")
 _PROCESS_MANIFEST = re.compile(r"manifest\.p[0-9]{5,}\.json")
 _REPLACED = (WRITER, SUSPECTS, MEASUREMENTS)
-_FILES = {MANIFEST, WRITER_LOCK, MERGING_LOCK, CATALOGUE, *_REPLACED, *OF_STEP}
+_FILES = {MANIFEST, WRITER_LOCK, CATALOGUE, *_REPLACED, *OF_STEP}
 _REPLACING = re.compile(
     rf"(?:{'|'.join(map(re.escape, _REPLACED))})\.[0-9a-f]{{8}}\.tmp"
 )
@@ -182,54 +179,20 @@ def abandoned_step(name: str) -> str | None:
 
 
 def branched(directory: str, generation: int) -> str:
-    """Name of a step directory whose plain name is taken by one of an older generation.
+    """Name of a step directory whose plain name is taken by another checkpoint.
 
-    Orbax lists no such name, since it does not end in a digit.
+    By one of an older generation that cannot be renamed, or one that this stands for. Orbax lists
+    no such name, since it does not end in a digit.
 
     Args:
         directory: the plain name, which the options of a manager make of the step's number.
-        generation: of the save.
+        generation: of the save; of a merged step one above that in the name of what it replaces.
 
     Example:
         >>> branched("1200", 2), branched("ck_0012", 13)
         ('1200.g2.branch', 'ck_0012.g13.branch')
     """
     return f"{directory}.g{generation}.branch"
-
-
-def merged(directory: str, generation: int) -> str:
-    """Name of the directory of a merged step: of no save, so that no save is in its way.
-
-    Args:
-        directory: the plain name of what it stands for.
-        generation: of that, and so its own.
-
-    Example:
-        >>> merged("1200", 2)
-        '1200.g2.merged'
-    """
-    return f"{directory}.g{generation}{_MERGED}"
-
-
-def is_merged(directory: str) -> bool:
-    """Whether a step directory is called as that of a merged step.
-
-    Example:
-        >>> is_merged("1200.g2.merged"), is_merged("1200.g2.branch"), is_merged("x.merged")
-        (True, False, False)
-    """
-    return directory.endswith(_MERGED) and branch_generation(directory) > 0
-
-
-def precedence(directory: str) -> tuple[int, bool]:
-    """Sorts directories of one plain name: the last of them is the step.
-
-    Example:
-        >>> sorted(["7.g2.merged", "7", "7.g2.branch", "7.g1.merged"], key=precedence)
-        ['7', '7.g1.merged', '7.g2.branch', '7.g2.merged']
-    """
-    generation = branch_generation(directory)
-    return generation, generation > 0 and directory.endswith(_MERGED)
 
 
 def plain(directory: str) -> str:
@@ -264,13 +227,13 @@ def superseded(directories: Iterable[str]) -> set[str]:
     alike: dict[str, list[str]] = {}
     for name in directories:
         alike.setdefault(plain(name), []).append(name)
-    newest = (max(names, key=precedence) for names in alike.values())
+    newest = (max(names, key=branch_generation) for names in alike.values())
     return {n for names in alike.values() for n in names}.difference(newest)
 
 
 def _branched(directory: str) -> re.Match[str] | None:
     # Mostly asked of others.
-    is_likely = directory.endswith((".branch", _MERGED))
+    is_likely = directory.endswith(".branch")
     return _BRANCHED.fullmatch(directory) if is_likely else None
 
 

@@ -34,9 +34,6 @@ from cnr_jax.repository.store import (
     write_durably,
 )
 
-# Ends the text that names an attempt which is whole, and which who has the root may commit.
-_OFFERED = b" offered"
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
@@ -106,51 +103,6 @@ class Committer(Protocol):
         """Removes what an attempt has written; never what is committed."""
         ...
 
-    def offer(self, attempt: Attempt) -> None:
-        """Makes an attempt durable and says that it is whole: who has the root may take it.
-
-        Raises:
-            WriterError: if somebody else has taken its folder over.
-            OSError: if it cannot.
-        """
-        ...
-
-    def take(self, attempt: Attempt) -> None:
-        """Commits an attempt that somebody else has offered.
-
-        Raises:
-            CnrError: if it is not offered any more, or its step is there already.
-            OSError: if it is not committed, or that cannot be seen; see `is_published`.
-        """
-        ...
-
-
-def offered(root: AnyPath, folder: str) -> tuple[Attempt, bool] | None:
-    """The attempt that a folder of a root is of, and whether it is offered.
-
-    Args:
-        root: holds it.
-        folder: that attempts are written into, as `Committer.folder` names them.
-
-    Returns:
-        None if it is of no attempt that is known: it is committed, or it has just been made.
-
-    Raises:
-        OSError: if that cannot be seen.
-    """
-    directory, note = names.final_name(folder), root / folder / names.ATTEMPT
-    if can(root).renames:
-        note = root / folder / names.ORBAX_COMMITTED
-    data = read_all(note) if exists(note) else b""
-    is_offered = can(root).renames or data.endswith(_OFFERED)
-    nonce = data.removesuffix(_OFFERED).decode(errors="replace")
-    if not names.is_hex(nonce, len(nonce)) or not nonce:
-        return None
-    attempt = Attempt(root, directory, nonce)
-    if can(root).renames and _temporary(attempt) != folder:
-        return None
-    return attempt, is_offered
-
 
 class RenameCommitter:
     """Commits by giving a folder its final name.
@@ -170,8 +122,11 @@ class RenameCommitter:
         _make(self.folder(attempt), items, self._mode)
 
     def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
-        _check_is_free(attempt)
-        folder, marker = self.folder(attempt), names.ORBAX_COMMITTED
+        # The system would replace an empty folder, and what was committed is nobody's to replace.
+        if is_named(attempt.path):
+            raise _taken(attempt)
+        folder = self.folder(attempt)
+        marker = names.ORBAX_COMMITTED
         write_durably(folder / marker, attempt.nonce.encode())
         sync_tree(folder, but=[*durable, marker])
         store_of(folder).move(folder, attempt.path)
@@ -184,18 +139,6 @@ class RenameCommitter:
 
     def abandon(self, attempt: Attempt) -> None:
         self._discard(_temporary(attempt))
-
-    def offer(self, attempt: Attempt) -> None:
-        folder = self.folder(attempt)
-        sync_tree(folder)
-        # Last, unlike before a rename: it says that all the rest is there.
-        write_durably(folder / names.ORBAX_COMMITTED, attempt.nonce.encode())
-        with contextlib.suppress(FileNotFoundError):  # taken already
-            sync_directory(folder)
-
-    def take(self, attempt: Attempt) -> None:
-        _check_is_free(attempt)
-        store_of(attempt.root).move(self.folder(attempt), attempt.path)
 
 
 class ConditionalCommitter:
@@ -255,29 +198,11 @@ class ConditionalCommitter:
         self._versions.pop(attempt.nonce, None)
         note = attempt.path / names.ATTEMPT
         found = store_of(note).read_version(note)
-        nonce = attempt.nonce.encode()
-        if found is not None and found[0] in (nonce, nonce + _OFFERED):
+        if found is not None and found[0] == attempt.nonce.encode():
             # Whoever takes the folder over writes there: nothing of that is to be removed.
             with contextlib.suppress(FileExistsError, errors.CnrError):
                 store_of(note).swap(note, names.REMOVED, found[1])
                 _clear(attempt, [*names_in(attempt.path), names.ATTEMPT], names.REMOVED)
-
-    def offer(self, attempt: Attempt) -> None:
-        note, version = attempt.path / names.ATTEMPT, self._versions[attempt.nonce]
-        try:
-            store_of(note).swap(note, attempt.nonce.encode() + _OFFERED, version)
-        except FileExistsError as error:
-            raise _lost(attempt) from error
-
-    def take(self, attempt: Attempt) -> None:
-        note = attempt.path / names.ATTEMPT
-        data, version = store_of(note).read_version(note) or (b"", None)
-        if data != attempt.nonce.encode() + _OFFERED:
-            raise _lost(attempt)
-        try:
-            store_of(note).swap(note, committed(attempt.nonce), version)
-        except FileExistsError as error:
-            raise _lost(attempt) from error
 
 
 def committer_for(
@@ -353,12 +278,6 @@ def _make(folder: AnyPath, items: Sequence[str], mode: int | None) -> None:
 def _is_marked(attempt: Attempt) -> bool:
     marker = attempt.path / names.ORBAX_COMMITTED
     return exists(marker) and read_all(marker) == attempt.nonce.encode()
-
-
-def _check_is_free(attempt: Attempt) -> None:
-    # The system would replace an empty folder, and what was committed is nobody's to replace.
-    if is_named(attempt.path):
-        raise _taken(attempt)
 
 
 def _taken(attempt: Attempt) -> errors.DependentsExistError:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -62,17 +62,6 @@ class ParentRows:
         self._tiles: dict[TileKey, WrittenTile] = {}
         # Of the last save: its uuid, that of what it rests on, empty if on nothing, and its rows.
         self._last: tuple[str, str, dict[TileKey, WrittenTile]] = "", "", {}
-        # What steps are called that a merged one stands for: as that. Of the newest of these.
-        self._called: dict[str, str] = {}
-
-    def merged(self, uuid: str, stands_for: Collection[str]) -> None:
-        """Notes that a step stands for others from now on: its rows are those of these."""
-        with self._changed:
-            self._called = dict.fromkeys(stands_for, uuid)
-            last, parent, tiles = self._last
-            call = self._called.get
-            self._uuid = call(self._uuid, self._uuid)
-            self._last = call(last, last), call(parent, parent), tiles
 
     def begin(self, uuid: str, is_over: Callable[[], bool]) -> None:
         """Has those that rest on a save wait for its rows, before its thread writes them.
@@ -108,8 +97,7 @@ class ParentRows:
     ) -> None:
         """Keeps what a save has written, until the next one has."""
         with self._changed:
-            below = parent.uuid if parent else ""
-            self._last = uuid, self._called.get(below, below), dict(tiles)
+            self._last = uuid, parent.uuid if parent else "", dict(tiles)
 
     def of(
         self,
@@ -130,22 +118,21 @@ class ParentRows:
             CnrError: if they cannot be read.
         """
         with self._changed:
-            uuid = self._called.get(parent.uuid, parent.uuid)
-            while not self._writing.get(uuid, _always)():
+            while not self._writing.get(parent.uuid, _always)():
                 self._changed.wait(_POLL_SECS)
-            self._go_to(uuid)
-            if self._uuid != uuid:
-                self._tiles, self._uuid = {}, uuid
+            self._go_to(parent.uuid)
+            if self._uuid != parent.uuid:
+                self._tiles, self._uuid = {}, parent.uuid
             tiles = dict(self._tiles)
             missing = {key: c for key, c in keys.items() if key not in tiles}
             if missing:
-                self._writing[uuid] = _never
+                self._writing[parent.uuid] = _never
         if missing:
             # Without the lock: other saves write meanwhile.
-            with self.writing(uuid):
+            with self.writing(parent.uuid):
                 tiles |= _read_tiles(root, item, parent, missing)
                 with self._changed:
-                    if self._uuid == uuid:
+                    if self._uuid == parent.uuid:
                         self._tiles = tiles
         return {
             key: found.parts
@@ -196,10 +183,7 @@ def _read_tiles(
         CnrError: if they cannot be read, or another checkpoint is in its place.
     """
     chain = open_chain(root, parent.directory, item)
-    made = chain[-1].manifest
-    if (uuid := made.uuid) != parent.uuid and parent.uuid not in (
-        made.stands_for or ()
-    ):
+    if (uuid := chain[-1].manifest.uuid) != parent.uuid:
         raise errors.ChainError(
             f"step {parent.directory} is another checkpoint than the one that is rested on\n"
             f"  got uuid {uuid}, expected {parent.uuid}",

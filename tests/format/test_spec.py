@@ -244,9 +244,6 @@ def test_layout_names_the_files_of_the_code() -> None:
         names.DENSE + "/",
         names.TEMPORARY_SUFFIX,
         names.branched("<plain name>", 1).replace("g1", "g<generation>"),
-        names.merged("<plain name>", 1).replace("g1", "g<generation>"),
-        names.WRITER_LOCK,
-        names.MERGING_LOCK,
         "<step directory>"
         + names.abandoned("", 1, "u").replace("g1-u", "g<generation>-<uuid>"),
     ):

@@ -23,7 +23,6 @@ from cnr_jax.format.names import (
     branch_generation,
     may_be_step,
     plain,
-    precedence,
     step_number,
     superseded,
 )
@@ -171,10 +170,6 @@ class Steps:
             self._branched = {**self._branched, info.step: directory}
         self._keep([*(each for each in self._infos if each.step != info.step), info])
 
-    def moved(self, step: int, directory: str) -> None:
-        """One lies in another directory from now on, which is not called as options say."""
-        self._branched = {**self._branched, step: directory}
-
     def forget(self, steps: Collection[int]) -> None:
         """Some are no more."""
         known = self._branched.items()
@@ -230,7 +225,7 @@ class Steps:
         found = kept.folders_in(root, lambda n: plain(n) != n and may_be_step(n))
         found = [n for n in found if step_number(n) == step and self._is_called_so(n)]
         found = [n for n in found if can(root).renames or is_committed(root / n)]
-        return max(found, key=precedence, default="")
+        return max(found, key=branch_generation, default="")
 
     def existing_directory(self, step: int) -> str:
         """Name of the directory of a step of the root; of a new one if there is none."""

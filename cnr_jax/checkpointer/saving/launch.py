@@ -28,7 +28,6 @@ from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.encoding import Encoding
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
-from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.planner import SavePlan
 from cnr_jax.repository.parent_rows import ParentRows, TileKey
 from cnr_jax.repository.rows_writer import RowsWriter
@@ -177,10 +176,6 @@ class Launcher:
             if jax.process_count() == 1 or not isinstance(error, Exception):
                 flight.stop()
                 raise
-
-    def rest_on(self, made: Entry) -> None:
-        """Notes that a merged step stands for others from now on."""
-        self._parents.merged(made.uuid, made.stands_for)
 
     def close(self) -> None:
         """Frees memory that is kept for the next save, and what is remembered of rows."""

@@ -26,7 +26,7 @@ from cnr_jax.checkpointer.saving.reporting import (
 from cnr_jax.format.manifest import HistoryEntry, Manifest
 from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.options import Options
-from cnr_jax.repository.index.entries import Entry, entry_of
+from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.planner import Planner, SavePlan
 from cnr_jax.repository.mirroring.mirror import Mirror
@@ -89,13 +89,6 @@ class Lifecycle:
         flight.chain, flight.beside = kept_for(plan, self._writer.ledger)
         self.open.append(flight)
         self._writer.begin_writing(plan.uuid)
-
-    def rest_on(self, made: Entry) -> None:
-        """Notes that a merged step stands for another: what is in flight rests on that."""
-        for flight in self.open:
-            below = [made.answers_to(each.uuid) for each in flight.chain]
-            if any(below):
-                flight.chain = (*flight.chain[: below.index(True)], made)
 
     def decided(self, plan: SavePlan) -> None:
         """A save is decided: retention keeps what it rests on, and the next may rest on it."""

@@ -298,8 +298,6 @@ class Planning:
             self._planner.runs.check_origin(self._writer.refreshed(), found.touched)
         # A plain manager of Orbax is making the folder of this save by now.
         ledger = self._writer.claim(None if self._lifecycle.managed else directory)
-        if self._lifecycle.managed:
-            self._writer.take_up()  # a plain manager would not find it
         if self._writer.place is not None:
             check_is_free(self._writer.place.root, directory)
         self._look_again(ledger, found.stamps.lineage)

@@ -12,7 +12,6 @@ from cnr_jax.checkpointer.orbax_compat.options import (
     preservation_context,
 )
 from cnr_jax.checkpointer.orbax_compat.steps import StepInfo, Steps
-from cnr_jax.format.names import plain
 from cnr_jax.repository.committer import Attempt
 from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.gaps import Gap
@@ -112,21 +111,6 @@ class Retirement:
                     adopts=writer.adopts,
                 )
         return [step for step, _ in self._removing(steps)]
-
-    def remove_replaced(self, nonce: str) -> None:
-        """Removes steps for which merged ones stand, once no save in flight may read them.
-
-        Args:
-            nonce: of a save that is committed.
-        """
-        with self._writer.looking:
-            found = self._writer.offers.replaced(self._ledger, nonce)
-        for directory in found:
-            try:
-                self._writer.show(self._ledger.standing(plain(directory)), [directory])
-                self._remove(directory)
-            except Exception as error:
-                _log.warning("step %s stays for now: %s", directory, error)
 
     def spare(self, steps: Sequence[int], gap: Gap) -> None:
         """Keeps what was to go, as steps that were to stay lack files: retention decides again.

@@ -105,9 +105,6 @@ class Saves:
             learn=self._learn,
         )
         self._lifecycle.listener.keep = self.meter.keep
-        self._writer.on_merged.append(
-            lambda made: self.steps.moved(made.step, made.directory)
-        )
 
     @property
     def ledger(self) -> Ledger:
@@ -470,10 +467,6 @@ class Saves:
     def retire(self, save: SaveInFlight, told: Any) -> Any:
         """Removes the steps that go."""
         stay = self.retirement.remove(told["leaving"])
-        if save.decided is not None:
-            self.retirement.remove_replaced(save.attempt.nonce)
-            with self._writer.looking:
-                self._writer.offers.look(save.item, self.ledger)
         gone = [step for step in told["leaving"] if step not in stay]
         self._note_own(save)
         self.put_catalogue()

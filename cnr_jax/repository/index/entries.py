@@ -253,26 +253,6 @@ class Branch:
         ]
         return min(known, key=lambda each: each.even_bits, default=None)
 
-    def follow(self, entries: Iterable[Entry]) -> None:
-        """Goes on from merged steps instead of those that they stand for.
-
-        Args:
-            entries: that are there, with their manifests if they are to be gone on from.
-        """
-        for entry in entries:
-            if not entry.stands_for or entry.uuid in self.parents or not entry.manifest:
-                continue
-            clocks = [self.parents[u] for u in entry.stands_for if u in self.parents]
-            if not clocks:
-                continue
-            self.parents[entry.uuid] = clocks[0]
-            if self.tip is not None and entry.answers_to(self.tip.uuid):
-                self.tip = entry
-            steps = [each.step for each in self.history]
-            if entry.step in steps[1:]:
-                later = self.history[steps.index(entry.step) + 1 :]
-                self.history = (*entry.manifest.history, *later)
-
     def forget_parents(self, entries: Mapping[str, Entry]) -> None:
         """Drops parents that are gone, once they are as many as those that are there."""
         if len(self.parents) <= 2 * len(entries) + _SPARE_PARENTS:

@@ -172,21 +172,14 @@ class Ledger(Chains):
         flying = {entry.directory for entry in self.in_flight()}
         known, found = self.all_directories() - flying, set(directories) - flying
         say = _log.info if self.run is None else _log.warning  # readers expect it
-        # First: what is gone may have been merged into it.
+        for directory in known - found:
+            if directory not in self.doomed:
+                say("step %s is not in the root any more", directory)
+            self.forget(directory)
         for directory in sorted(found - known):
             self.read(root, directory, item)
             if directory in self.all_directories():
-                entry = self._entries.get(directory)
-                tell = _log.info if entry and entry.stands_for else say
-                tell("step %s has appeared in the root", directory)
-        stand = [each for each in self._entries.values() if each.stands_for]
-        for directory in known - found:
-            entry = self._entries.get(directory)
-            is_merged = entry and any(each.answers_to(entry.uuid) for each in stand)
-            expected = is_merged or directory in self.left or directory in self.doomed
-            tell = _log.info if expected else say
-            tell("step %s is not in the root any more", directory)
-            self.forget(directory)
+                say("step %s has appeared in the root", directory)
         doubtful = self.doubtful & known
         for directory in sorted(doubtful):
             self.read(root, directory, item)
@@ -330,8 +323,6 @@ class Ledger(Chains):
 
     def replaced(self) -> list[str]:
         """Step directories that are there still, though other steps stand for them."""
-        if not self.left:
-            return []
         known = {**self._entries, **self._folders, **self.left}
         return sorted(_replaced(self.left, known))
 
@@ -340,7 +331,7 @@ class Ledger(Chains):
         entries = self._derive().by_step.get(names.step_number(directory), ())
         found = [*(entry.directory for entry in entries), *self._folders]
         found = [name for name in found if names.plain(name) == directory]
-        return max(found, key=names.precedence, default=directory)
+        return max(found, key=names.branch_generation, default=directory)
 
     def hidden_by(self, directory: str) -> list[str]:
         """What was left behind and would be a step again without a step, dependents first."""
@@ -464,7 +455,7 @@ def _replaced(
         known: all step directories.
     """
     newest: dict[str, str] = {}
-    for name in sorted(known, key=names.precedence):
+    for name in sorted(known, key=names.branch_generation):
         each = known[name]
         if isinstance(each, Entry) or each.may_be_a_step:
             newest[names.plain(name)] = name

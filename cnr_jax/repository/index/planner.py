@@ -236,7 +236,6 @@ class Planner:
         uuid = f"{self._nonce}{self._attempt:08x}"
         run, left = self.runs.of_save(ledger, touched, step, uuid)
         branch = self._branch(lineage, clock)
-        branch.follow(ledger.entries.values())
         branch.forget_parents(ledger.entries)
         branch = self._ahead(branch, lineage)
         generation = rollback.generation_of_next(ledger, branch.tip, self._nonce)

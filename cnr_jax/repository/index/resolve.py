@@ -118,7 +118,7 @@ def _stand_in(
     alike = step_directories(
         root, lambda n: names.may_be_step(n) and names.plain(n) == plain
     )
-    for name in sorted(alike, key=names.precedence, reverse=True):
+    for name in sorted(alike, key=names.branch_generation, reverse=True):
         try:
             manifest = read_committed(root, name, item)
         except errors.CnrError:

@@ -44,6 +44,9 @@ def generation_of_next(ledger: Ledger, tip: Entry | None, nonce: str) -> int:
     if head is not None and tip is not None and tip.uuid == head.uuid:
         if not unknown or tip.uuid.startswith(nonce):
             return head.generation
+    # A merged step may have a higher one in its name.
+    named = map(names.branch_generation, ledger.all_directories())
+    highest = max([highest, *(each - unknown for each in named)])
     if highest + unknown >= LARGEST:
         raise errors.SaveError(
             "nothing can be saved here: no generation is left, and saves of this branch"

@@ -84,8 +84,8 @@ def explain(
 
 def _may_lack(entry: Entry, error: errors.AuditError) -> bool:
     """Whether a checkpoint holds what was recorded in a time in which other rows changed."""
-    made, is_full = entry.known, entry.stands_alone and not entry.stands_for
-    if made is None or is_full or made.lineage != error.lineage:
+    made = entry.known
+    if made is None or entry.kind != "delta" or made.lineage != error.lineage:
         return False
     return made.recorded_clock is not None and made.recorded_clock > error.clock
 
@@ -208,9 +208,8 @@ def _suspect_of(document: object) -> Suspect:
 
 
 def _is_there(suspect: Suspect, ledger: Ledger) -> bool:
-    name = ledger.standing(names.plain(suspect.directory))
-    entry = ledger.entries.get(suspect.directory) or ledger.entries.get(name)
-    return entry is not None and entry.answers_to(suspect.uuid)
+    entry = ledger.entries.get(suspect.directory)
+    return entry is not None and entry.uuid == suspect.uuid
 
 
 def _write(root: AnyPath, suspects: Iterable[Suspect]) -> None:

@@ -231,10 +231,7 @@ class Copier:
             self.there.read(self._target, entry.directory, item)
             if (made := self.there.entries.get(entry.directory)) is not None:
                 writer.note_own(made)
-            self.there.part()
             writer.show(entry.directory, [*self.there.left])
-            for name in self.there.replaced():
-                self._remove(name)  # it is merged by now
         except (errors.CnrError, OSError) as error:
             # Else the next call goes on with what is there.
             if isinstance(error, errors.DAMAGE) or self.is_gone(entry):

@@ -140,10 +140,7 @@ def aside_of_run(
         OSError: if the root cannot be listed.
     """
     found: list[tuple[int, int, str]] = []
-    replaced = {*ledger.replaced()}  # no rollback has set these aside
     for name, each in [*ledger.left.items()]:
-        if name in replaced:
-            continue
         if isinstance(each, Entry) and (
             adopts if each.orbax else each.run == ledger.run
         ):

@@ -432,20 +432,15 @@ def _in_the_way(path: AnyPath, error: OSError) -> errors.WriterError:
 
 
 class WritingLock:
-    """A lock of one root, as one manager sees it.
+    """The lock of one root, as one manager sees it."""
 
-    Args:
-        root: that it is of.
-        name: of the file that is locked.
-    """
-
-    def __init__(self, root: AnyPath, name: str = names.WRITER_LOCK) -> None:
-        self._path = root / name
+    def __init__(self, root: AnyPath) -> None:
+        self._path = root / names.WRITER_LOCK
         self._supported = can(root).locks
         self._held: FileLock | None = None
 
     def acquire(self, timeout_secs: float) -> bool:
-        """Waits until no other manager holds it.
+        """Waits until no other manager is writing.
 
         Returns:
             Whether that is so; False after `timeout_secs`. True without waiting where the file

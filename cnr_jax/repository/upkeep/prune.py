@@ -406,8 +406,6 @@ def _beside(
             found.append((name, True, told))
         else:
             found.append((name, not all_runs, "it is of another run"))
-    reason = "a merged step stands for it"
-    found += [(name, False, reason) for name in ledger.replaced()]
     fates = [_aside(root, "aside", *each) for each in found]
     for name in layout.beside(root)["earlier_runs"]:
         told = name, True, "no step is seen in it, so it may be somebody else's"

@@ -274,7 +274,6 @@ class Leftovers:
 
     Attributes:
         temporary: of saves that are being written, or that were killed.
-        merging: of merges that are not committed.
         removed: removed steps that have left files.
         abandoned: steps that rollbacks have moved out of the way.
         earlier: roots that hold the steps of earlier runs.
@@ -284,7 +283,6 @@ class Leftovers:
     """
 
     temporary: tuple[str, ...] = ()
-    merging: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     abandoned: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
@@ -295,7 +293,6 @@ class Leftovers:
 
 _MEANINGS = {
     "temporary": "saves that are being written or were killed; the next save clears the latter",
-    "merging": "merges that are under way, were killed, or wait for a manager to take them up",
     "removed": "removed steps that have left files",
     "abandoned": "steps that rollbacks set aside; they go as retention lets go of others",
     "earlier": "roots of earlier runs, set aside by new ones; delete them if you like",
@@ -313,10 +310,8 @@ def find_leftovers(root: store.AnyPath, ledger: Ledger) -> Leftovers:
         filter(names.is_replacing, store.names_in(root)),
     )
     theirs = {name for name, each in ledger.folders.items() if each.kind == "orbax"}
-    merging = {n for n in held["unfinished"] if names.is_merged(names.final_name(n))}
     return Leftovers(
-        temporary=tuple(n for n in held["unfinished"] if n not in merging),
-        merging=tuple(sorted(merging)),
+        temporary=held["unfinished"],
         removed=held["removed"],
         abandoned=(*held["abandoned"], *sorted(ledger.left)),
         earlier=held["earlier_runs"],

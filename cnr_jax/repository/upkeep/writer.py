@@ -34,7 +34,6 @@ from cnr_jax.repository.upkeep.claim import (
     WritingLock,
     other_writer,
 )
-from cnr_jax.repository.upkeep.offers import Offers
 from cnr_jax.repository.upkeep.removal import (
     Remover,
     clear,
@@ -82,8 +81,6 @@ class RootWriter:
         changed: whether steps may have come, or gone, that the other processes do not know.
         noted: whether steps of the root may be noted as suspect.
         gaps: what was found missing of the checkpoints that saves rest on.
-        offers: what was merged beside this writer, which commits it.
-        on_merged: are told, on each process, of a step that stands for another from now on.
         looking: held while the ledger, or what is known for the catalogue and of what is to be
             tidied up, is asked in the background or changes: saves are planned in one thread, and
             end in others. Not while storage removes steps.
@@ -93,7 +90,6 @@ class RootWriter:
     _claim: Claim
     _lock: WritingLock
     _unfinished: Unfinished
-    offers: Offers
 
     def __init__(
         self,
@@ -125,7 +121,6 @@ class RootWriter:
         self._own: dict[str, tuple[Entry, catalogue.Noted | None]] = {}
         self._named: frozenset[str] = frozenset()
         self._removed: set[str] = set()
-        self.on_merged: list[Callable[[Entry], None]] = []
 
     def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
         """Saves go to this root, if there are any; to which item is said later."""
@@ -157,7 +152,6 @@ class RootWriter:
         if self.root is None:
             self.bind(root)
         self._claim, self._lock = Claim(root), WritingLock(root)
-        self.offers = Offers(root, self.remover, self.check_claim, self.on_merged)
         self._unfinished = Unfinished(root, self.remover)
         self.writes = self._is_first()
         # Last: it says that all is there.
@@ -191,9 +185,7 @@ class RootWriter:
             gaps: what it found missing of them.
         """
         root, item, ledger = self._known()
-        before = {*ledger.entries}
         ledger.match(root, item, directories)
-        self.offers.tell(ledger.entries[n] for n in ledger.entries.keys() - before)
         for path, text in gaps:
             ledger.note_damage(path, text)
 
@@ -236,7 +228,7 @@ class RootWriter:
             OptionError: if its store cannot tell writers apart.
             OSError: if the root cannot be read or claimed.
         """
-        root, item, ledger = self._known()
+        root, _, ledger = self._known()
         make_root(root)
         self._has_claimed = True
         if not self._claim.is_taken:
@@ -278,9 +270,6 @@ class RootWriter:
             if not (was_tidy := self._tidy):
                 self._tidy_up(own)
                 self._tidy = True
-        if not was_tidy:
-            self.offers.clear(ledger)
-            self.offers.look(item, ledger)
         if not was_tidy and self.remover is None:
             clear_removed(root, ledger)
         self.changed |= changed
@@ -318,15 +307,6 @@ class RootWriter:
         found = find_leftovers(root, ledger)
         temporary = [n for n in found.temporary if alone and final_name(n) != own]
         clear(self.remover, found, temporary)
-
-    def take_up(self) -> None:
-        """Commits what was merged beside this writer; saves rest on that from now on."""
-        _, item, ledger = self._known()
-        made = self.offers.take(item, ledger, self._writing)
-        for entry in made:
-            self.note_own(entry)
-        self.offers.tell(made)
-        self._doubtful |= self.offers.is_doubtful
 
     def _show_newest(self) -> None:
         """Does what `show` does for steps at whose ends that could not be done: the newest ones."""
