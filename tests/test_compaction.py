@@ -29,6 +29,7 @@ from cnr_jax.format import names
 from cnr_jax.format.tiles import load_process
 from cnr_jax.repository import step_reader
 from cnr_jax.repository.compaction import rows
+from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import is_directory
 from cnr_jax.testing import damage, inprocess
@@ -235,6 +236,47 @@ def test_layers_hold_what_other_meshes_have_cut_otherwise(tmp_path: Path) -> Non
     assert "merged" in read_manifest(item).required_features
     read = cnr.read_rows(tmp_path, "u", np.arange(ROWS))
     assert read.tobytes() == expected["['u']"].tobytes()
+
+
+def test_a_root_is_listed_again_if_a_step_is_replaced_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, look, merged = Run(tmp_path), Ledger._look, list[int]()
+    run.save({}, saves=4)
+    expected = run.restored(3)
+
+    def merging(self: Ledger, *told: Any) -> Any:
+        if not merged:
+            merged.append(3)
+            cnr.compact(tmp_path, writer_is_dead=True)
+        return look(self, *told)
+
+    monkeypatch.setattr(Ledger, "_look", merging)
+    assert_same(run.restored(None), expected)
+    assert merged and not (tmp_path / "3").exists()
+
+
+def test_a_run_that_goes_back_behind_merged_steps_again_and_again(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.save({}, saves=6)
+    for step in (4, 5):
+        cnr.compact(tmp_path, step=step, writer_is_dead=True)
+    options = cnr.Options(tracking="fingerprint", policy=cnr.Consecutive(), codec="raw")
+    truths = {}
+    with cnr.CheckpointManager(tmp_path, tables=run.tables, options=options) as manager:
+        for saved in ((4, 5), (4, 5, 6)):
+            manager.restore(3, args=cnr.args.Restore(run.state()))
+            for step in saved:
+                run.train()
+                manager.save(step, args=cnr.args.Save(run.state()))
+                manager.wait_until_finished()
+                truths[step] = run.restored(step)
+    with cnr.CheckpointManager(tmp_path) as reader:
+        assert reader.all_steps() == [0, 1, 2, 3, 4, 5, 6]
+    for step, truth in truths.items():
+        assert_same(run.restored(step), truth)
 
 
 def test_a_run_that_goes_back_before_a_merged_step(tmp_path: Path) -> None:

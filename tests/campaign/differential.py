@@ -91,6 +91,9 @@ def _new(file: str, field: str) -> Callable[[Difference], bool]:
 _OF_DENSE_LEAVES = (
     r"dense(_files)?\b|required_features|dense_leaves\[\d+\]\.numpy|.*\bdense_bytes$"
 )
+_OF_EXACT_ROWS = (
+    r"arrays\.raw\.rows\.|(history\[\d+\]\.|totals\.)?(slot_|table_)?bytes$"
+)
 # What is not rounding to nearest since a restore is not here: workers ask for that.
 CHANGES = (
     Change(
@@ -123,6 +126,17 @@ CHANGES = (
     Change(
         "claims say which boot, namespaces and start their process has",
         _new("cnr_jax.writer.json", "boot_id|namespaces|started_ticks"),
+    ),
+    Change(
+        "managers note what they have measured",
+        lambda d: "/cnr_jax.measurements.json" in d.where.replace(": ", "/"),
+    ),
+    Change(
+        "where arrays are compressed, exact rows are packed by their bytes apart",
+        lambda d: (
+            ", compressed, " in d.where
+            and ("/raw.rows." in d.where or bool(re.match(_OF_EXACT_ROWS, d.field)))
+        ),
     ),
 )
 

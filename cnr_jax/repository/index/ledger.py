@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax import errors
@@ -28,6 +28,7 @@ from cnr_jax.repository.index.folders import Folder, other_checkpoints
 from cnr_jax.repository.layout import Place, step_directories
 from cnr_jax.repository.orbax_steps import orbax_step
 from cnr_jax.repository.step import (
+    TRIES,
     read_committed,
     read_step,
     what_is_in,
@@ -125,30 +126,47 @@ class Ledger(Chains):
         if not exists(root):
             return ledger
         # Joining names to paths of Orbax takes longer than to read.
-        plain = store_of(root).quick(root)
+        plain, held = store_of(root).quick(root), list[str]()
         with without_collections():
-            held = step_directories(plain, ledger.is_step)
-
-            def look(directory: str) -> Entry | Exception:
-                return ledger._look(plain, directory, item)
-
-            # First: what is read now is right as long as this epoch lasts.
-            known = catalogue.read(plain)
-            ledger.epoch = known.epoch if known.item else ""
-            # Of folders that plain Orbax may have saved it does not tell.
-            of_item = known.item == item and not adopts
-            told = known.entries if of_item else {}
-            if can(plain).cheap_looks:
-                found = map(look, held)
-            else:
-                looked = _side_by_side(look, {*held} - told.keys())
-                found = [told.get(name) or looked[name] for name in held]
-            for directory, each in zip(held, found, strict=True):
-                ledger._note(plain, directory, item, each)
+            for _ in range(TRIES):
+                before, held = held, step_directories(plain, ledger.is_step)
+                if held == before:
+                    break  # some are listed though they are gone
+                if ledger._read_all(plain, item, held):
+                    break
         ledger.part()
         if is_step is None:
             ledger.note_strays()
         return ledger
+
+    def _read_all(self, root: AnyPath, item: str, held: Sequence[str]) -> bool:
+        """Reads the manifests of step directories that were listed, and of no others.
+
+        Returns:
+            Whether all are there still: in the place of one that is gone another may have come.
+        """
+        for directory in self.directories():
+            self.forget(directory)
+
+        def look(directory: str) -> Entry | Exception:
+            return self._look(root, directory, item)
+
+        # First: what is read now is right as long as this epoch lasts.
+        known = catalogue.read(root)
+        self.epoch = known.epoch if known.item else ""
+        # Of folders that plain Orbax may have saved it does not tell.
+        of_item = known.item == item and not self.adopts
+        told = known.entries if of_item else {}
+        if can(root).cheap_looks:
+            found = map(look, held)
+        else:
+            looked = _side_by_side(look, {*held} - told.keys())
+            found = [told.get(name) or looked[name] for name in held]
+        gone = False
+        for directory, each in zip(held, found, strict=True):
+            self._note(root, directory, item, each)
+            gone |= isinstance(each, Exception) and is_gone(root / directory)
+        return not gone
 
     def refresh(self, root: AnyPath, item: str) -> bool:
         """Takes in which steps others have put into the root or taken from it.

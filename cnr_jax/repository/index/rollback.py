@@ -148,7 +148,8 @@ def _directory_of(
 ) -> str:
     """Step directory of a save for which nothing is moved: a name of its own, if need be."""
     root = ledger.root
-    is_left = directory in ledger.left or standing != directory
+    # What a rollback has left behind hides all of an earlier generation, a plain name above all.
+    is_left = standing != directory or directory in map(names.plain, [*ledger.left])
     is_there = standing in ledger.entries or standing in ledger.folders
     stays = root is not None and not can(root).renames
     is_taken = is_left or (is_there and stays)
