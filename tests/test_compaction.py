@@ -279,6 +279,26 @@ def test_a_run_that_goes_back_behind_merged_steps_again_and_again(
         assert_same(run.restored(step), truth)
 
 
+def test_a_merged_step_stands_for_one_that_is_there_without_its_chain(
+    tmp_path: Path,
+) -> None:
+    """So it is if a merge is killed before it removes the step, and retention what that needs."""
+    root = tmp_path / "root"
+    run = Run(root)
+    run.save({}, saves=5)
+    expected = run.restored(4)
+    shutil.copytree(root / "3", tmp_path / "3")
+    cnr.compact(root, step=3, writer_is_dead=True)
+    shutil.copytree(tmp_path / "3", root / "3")
+    for step in (4, None):
+        assert_same(run.restored(step), expected)
+    shutil.rmtree(root / "2")
+    for step in (4, None):
+        assert_same(run.restored(step), expected)
+    read = cnr.read_rows(root, "u", np.arange(ROWS), step=4)
+    assert read.tobytes() == expected["['u']"].tobytes()
+
+
 def test_a_run_that_goes_back_before_a_merged_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save({}, saves=4)

@@ -35,12 +35,30 @@ def resolve_chain(
         IntegrityError: if the manifest of the step itself is missing or damaged.
         ManifestError: if a manifest is damaged, or the tables of a chain differ.
     """
+    try:
+        return _resolved(root, directory, item)
+    except errors.ParentMissingError as error:
+        try:
+            # Who has merged a step, or removes what it rests on, may have been killed before
+            # the step itself was removed.
+            return _resolved(root, directory, item, by_merged=True)
+        except errors.ParentMissingError:
+            raise error from None
+
+
+def _resolved(
+    root: AnyPath, directory: str, item: str, *, by_merged: bool = False
+) -> list[tuple[str, Manifest]]:
+    """As `resolve_chain`; by what stands for a parent also where the parent is there."""
     chain: list[tuple[str, Manifest]] = []
 
     def above(entry: Entry) -> Entry | None:
         if entry.parent is None:
             return None
-        return entry_of(*_read_parent(root, item, entry.parent, chain))
+        found = _stand_in(root, item, entry.parent) if by_merged else None
+        if found is None or found[1].parent is not None:
+            found = _read_parent(root, item, entry.parent, chain)
+        return entry_of(*found)
 
     store_of(root).fetch(
         root / name / item / names.MANIFEST for name in _foreseen(root, directory)
