@@ -54,7 +54,7 @@ class Prices:
         names = [field.name for field in dataclasses.fields(cls)]
         try:
             given = tomllib.loads(Path(path).read_text("utf-8"))
-        except FileNotFoundError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             raise OptionError(f"there is no file of prices {path}") from error
         except ValueError as error:
             raise OptionError(
@@ -72,7 +72,7 @@ class Prices:
         said = [f"{fault}: {', '.join(of)}" for fault, of in faults.items() if of]
         if said:
             raise OptionError(
-                f"{path} has no prices\n  {'; '.join(said)}\n"
+                f"{path} is no whole list of prices\n  {'; '.join(said)}\n"
                 f"  expected currency, and numbers of 0 or more: {', '.join(names[1:])}"
             )
         return cls(**given)

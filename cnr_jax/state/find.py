@@ -317,7 +317,12 @@ def _named_slot(name: str, slots: Sequence[Leaf], path: str) -> Leaf:
         raise TableError(
             f"table {name!r}: {path!r} of moments means {len(found)} slots, expected 1\n"
             f"  slots: {', '.join(slot.name for slot in slots) or 'none'}"
-            + ("" if slots else "\n  hint: TableSpec(slots=[...]) names them")
+            + "\n  hint: "
+            + (
+                f"name one by the end of its path, such as {'/'.join(slots[0].path[-2:])!r}"
+                if slots
+                else "TableSpec(slots=[...]) names them"
+            )
         )
     return found[0]
 

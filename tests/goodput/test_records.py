@@ -244,6 +244,8 @@ def test_prices_are_all_that_there_are(
 def test_files_that_have_no_prices_are_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="there is no file of prices"):
         Prices.read(tmp_path / "nowhere.toml")
+    with pytest.raises(OptionError, match="there is no file of prices"):
+        Prices.read(tmp_path)
     (tmp_path / "wrong.toml").write_text("currency =")
     with pytest.raises(OptionError, match="it is no TOML"):
         Prices.read(tmp_path / "wrong.toml")
