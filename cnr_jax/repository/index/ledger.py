@@ -126,7 +126,8 @@ class Ledger(Chains):
         if not exists(root):
             return ledger
         # Joining names to paths of Orbax takes longer than to read.
-        plain, held = store_of(root).quick(root), list[str]()
+        plain = store_of(root).quick(root)
+        held: list[str] | None = None
         with without_collections():
             for _ in range(TRIES):
                 before, held = held, step_directories(plain, ledger.is_step)
