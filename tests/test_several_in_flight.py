@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import os
+import shutil
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -307,6 +308,22 @@ def test_what_saves_before_it_have_let_go_of_is_not_missing(
         manager.wait_until_finished()
     assert manager.all_steps() == [3, 4]
     assert [m for m in caplog.messages if "whole" in m or "any more" in m] == []
+
+
+def test_only_a_step_that_others_took_is_said_to_be_gone(
+    tiny_run: Any, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_run()
+    manager = opened(run, policy=cnr.Full())
+    run.run(manager, [1, 2, 3])
+    root, ledger = Path(manager.directory), manager._listing.ledger
+    ledger.doomed["1"] = ledger.entries["3"].uuid
+    for step in (1, 2):
+        shutil.rmtree(root / str(step))
+    caplog.clear()
+    ledger.refresh(root, "default")
+    assert caplog.messages == ["step 2 is not in the root any more"]
+    assert set(ledger.entries) == {"3"}
 
 
 def test_a_step_stays_as_long_as_a_save_in_flight_rests_on_it(
