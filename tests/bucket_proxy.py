@@ -6,7 +6,9 @@ import collections
 import contextlib
 import http.client
 import http.server
+import json
 import re
+import secrets
 import ssl
 import threading
 import time
@@ -108,13 +110,14 @@ class Proxy:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
-    def sent(self, headers: dict[str, str]) -> dict[str, str]:
-        """Headers of a request, as the service is to get them."""
-        return headers
-
-    def told(self, headers: dict[str, str]) -> dict[str, str]:
-        """Headers of an answer, as who has asked is to get them."""
-        return headers
+    def ask(
+        self, command: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Code, headers and body of the answer to a request with headers in lower case."""
+        with contextlib.closing(http.client.HTTPConnection(self._target)) as service:
+            service.request(command, path, body or None, headers)
+            answer = service.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -153,25 +156,20 @@ class Proxy:
         if harm == "reset":
             asked.close_connection = True
             return
-        with contextlib.closing(http.client.HTTPConnection(self._target)) as service:
-            # Of who was told of a proxy the path has the host before it.
-            path = re.sub(r"^https?://[^/]*", "", asked.path)
-            given = {k.lower(): v for k, v in asked.headers.items()}
-            sent = {k: v for k, v in given.items() if k not in self.stripped}
-            sent = self.sent(sent)
-            if path != asked.path:
-                sent["host"] = self._target
-            service.request(asked.command, path, body or None, sent)
-            answer = service.getresponse()
-            data = answer.read()
+        # Of who was told of a proxy the path has the host before it.
+        path = re.sub(r"^https?://[^/]*", "", asked.path)
+        given = {k.lower(): v for k, v in asked.headers.items()}
+        sent = {k: v for k, v in given.items() if k not in self.stripped}
+        if path != asked.path:
+            sent["host"] = self._target
+        status, headers, data = self.ask(asked.command, path, body, sent)
         if harm == "drop":
             asked.close_connection = True
             return
-        if harm == "veil" and answer.status == 404:
+        if harm == "veil" and status == 404:
             self._answer(asked, 403, {}, b"<Error><Code>AccessDenied</Code></Error>")
             return
-        headers = self.told(dict(answer.getheaders()))
-        self._answer(asked, answer.status, headers, data, cut=harm == "truncate")
+        self._answer(asked, status, headers, data, cut=harm == "truncate")
 
     def _answer(
         self,
@@ -212,8 +210,10 @@ class GoogleProxy(Proxy):
         self._tags = {0: ""}
         super().__init__(target)
 
-    def sent(self, headers: dict[str, str]) -> dict[str, str]:
-        headers |= _SIGNED
+    def ask(
+        self, command: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, dict[str, str], bytes]:
+        headers = headers | _SIGNED
         number = headers.pop("x-goog-if-generation-match", None)
         if number == "0":
             headers["if-none-match"] = "*"
@@ -222,34 +222,72 @@ class GoogleProxy(Proxy):
         source = headers.pop("x-goog-copy-source", None)
         if source is not None:
             headers["x-amz-copy-source"] = source
-        return headers
-
-    def _pass(self, asked: http.server.BaseHTTPRequestHandler) -> None:
         # Of the bucket's name what is no letter comes quoted.
-        asked.path = re.sub(
-            r"^/[^/?]*", lambda found: urllib.parse.unquote(found[0]), asked.path
-        )
-        if asked.command == "DELETE":
-            with contextlib.closing(
-                http.client.HTTPConnection(self._target)
-            ) as service:
-                service.request("HEAD", asked.path, headers=_SIGNED)
-                if service.getresponse().status == 404:
-                    self._answer(
-                        asked, 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
-                    )
-                    return
-        super()._pass(asked)
-
-    def told(self, headers: dict[str, str]) -> dict[str, str]:
-        tag = next((v for k, v in headers.items() if k.lower() == "etag"), None)
+        path = re.sub(r"^/[^/?]*", lambda found: urllib.parse.unquote(found[0]), path)
+        if command == "DELETE":
+            status, _, _ = super().ask("HEAD", path, b"", _SIGNED)
+            if status == 404:
+                return status, {}, b"<Error><Code>NoSuchKey</Code></Error>"
+        status, told, data = super().ask(command, path, body, headers)
+        tag = next((v for k, v in told.items() if k.lower() == "etag"), None)
         if tag is not None:
             with self._lock:
                 known = {tag: number for number, tag in self._tags.items()}
                 number = known.setdefault(tag, len(self._tags))
                 self._tags[number] = tag
-            headers["x-goog-generation"] = str(number)
-        return headers
+            told["x-goog-generation"] = str(number)
+        return status, told, data
+
+
+class UploadProxy(Proxy):
+    """Puts and copies objects by Google's JSON, as `fake-gcs-server` wants it.
+
+    The server answers what is read, listed and deleted by XML, which is what clients speak, but it
+    takes objects by JSON alone; conditions it looks at in uploads of several parts.
+    """
+
+    def ask(
+        self, command: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, dict[str, str], bytes]:
+        if command != "PUT":
+            return super().ask(command, path, body, headers)
+        bucket, name = _bucket_and_name(urllib.parse.urlsplit(path).path)
+        number = headers.get("x-goog-if-generation-match")
+        query = {} if number is None else {"ifGenerationMatch": number}
+        source = headers.get("x-goog-copy-source")
+        if source is None:
+            query["uploadType"] = "multipart"
+            mark = secrets.token_hex(16).encode()
+            named = json.dumps({"name": name}).encode()
+            parts = (b"application/json", named), (b"application/octet-stream", body)
+            body = b"".join(
+                b"--%s\r\nContent-Type: %s\r\n\r\n%s\r\n" % (mark, *part)
+                for part in parts
+            )
+            body += b"--%s--\r\n" % mark
+            sort = f"multipart/related; boundary={mark.decode()}"
+            path = f"/upload/storage/v1/b/{bucket}/o"
+        else:
+            sort, body = "application/json", b"{}"
+            of, copied = (urllib.parse.quote(p, "") for p in _bucket_and_name(source))
+            path = f"/storage/v1/b/{of}/o/{copied}/rewriteTo"
+            path += f"/b/{bucket}/o/{urllib.parse.quote(name, '')}"
+        path += f"?{urllib.parse.urlencode(query)}"
+        status, told, data = super().ask("POST", path, body, {"content-type": sort})
+        if status == 200:
+            made = json.loads(data)
+            made = made.get("resource", made)
+            told |= {
+                "etag": f'"{made["etag"]}"',
+                "x-goog-generation": made["generation"],
+            }
+            data = b""
+        return status, told, data
+
+
+def _bucket_and_name(path: str) -> tuple[str, str]:
+    bucket, _, name = path.removeprefix("/").partition("/")
+    return urllib.parse.unquote(bucket), urllib.parse.unquote(name)
 
 
 class FolderProxy(Proxy):

