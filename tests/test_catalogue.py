@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from cnr_jax.repository.store import names_in, store_of
 
 from .bucket_proxy import FolderProxy, Proxy
 from .conftest import case_of
+from .test_buckets import held
 
 
 @pytest.fixture
@@ -95,6 +97,10 @@ def test_a_root_is_opened_by_three_requests(
     assert told(root) == [str(i) for i in range(10)], "it is made anew"
 
 
+@pytest.mark.skipif(
+    os.environ.get("CNR_S3_SERVER") == "seaweedfs",
+    reason="folders of steps that are removed are listed there, and looked at",
+)
 def test_a_mirror_is_opened_by_as_few(
     tiny_run: Any, root: epath.Path, tmp_path: Path, proxy: Proxy
 ) -> None:
@@ -108,7 +114,7 @@ def test_a_mirror_is_opened_by_as_few(
             else:
                 run.restore(manager, None)
                 run.run(manager, [9])
-        there = [each for each in names_in(root) if names.may_be_step(each)]
+        there = [each for each in held(root) if names.may_be_step(each)]
         assert told(root) == sorted(there)
         shutil.rmtree(near)
         with proxy.counting() as counts:
@@ -239,7 +245,7 @@ def test_no_catalogue_changes_an_answer(tiny_run: Any, bucket: epath.Path) -> No
     newest = taken(root)
     put(root, None)
     right = answers(run, root)
-    held = names_in(root)
+    before = names_in(root)
     spoilt = [newest[:-2], newest[: len(newest) // 2], b"", b"{}", b"[]", b"\xff", b"{"]
     document = json.loads(newest)
     document["steps"] = {}
@@ -249,7 +255,7 @@ def test_no_catalogue_changes_an_answer(tiny_run: Any, bucket: epath.Path) -> No
         with case_of((i, data[:40])):
             put(root, data)
             assert answers(run, root) == right
-    assert names_in(root) == sorted({*held, names.CATALOGUE})
+    assert names_in(root) == sorted({*before, names.CATALOGUE})
     for data in (played[0], played[-1], spoilt[0]):
         put(root, data)
         with run.open(str(root)) as manager:
@@ -386,7 +392,7 @@ def test_a_killed_removal_is_not_listed(
     with run.open(str(root)) as manager:
         run.restore(manager, None)
         run.run(manager, [3])
-    assert names_in(root / "1") == [], "what was left of it goes with the next claim"
+    assert held(root / "1") == [], "what was left of it goes with the next claim"
     assert store.read(begun) == b"a" * 32
 
 

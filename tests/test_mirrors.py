@@ -34,6 +34,7 @@ from cnr_jax.testing.faults import Fault
 from . import mirror_program
 from .bucket_proxy import Proxy
 from .conftest import case_of, xla_flags
+from .test_buckets import held
 
 PROGRAM = Path(mirror_program.__file__)
 
@@ -63,7 +64,7 @@ def caught_up(manager: Any) -> None:
 
 
 def steps_in(root: Any) -> list[str]:
-    return [name for name in names_in(epath.Path(root)) if names.may_be_step(name)]
+    return [name for name in held(epath.Path(root)) if names.may_be_step(name)]
 
 
 def harm(root: Any) -> list[str]:
