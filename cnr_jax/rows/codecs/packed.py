@@ -15,12 +15,11 @@ Differs from a plain zstd of the same bytes: of trained tables a difference take
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,9 @@ _FEW_LARGER = 0.02
 # Integers that are counted, and rows that are turned round, while they are in the cache; columns
 # are so many bytes longer than they need, as lengths of powers of two share lines of it.
 _COUNTED_ELEMENTS, _TURNED_ROWS, _APART_BYTES = 1 << 18, 512, 64
+# Bytes of symbols that are spread at once, and by which shifts and masks each takes a byte.
+_SPREAD_BYTES = 1 << 15
+_SPREADS = {2: ((12, 0x000F000F), (6, 0x03030303)), 4: ((4, 0x0F0F),)}
 # Share of integers that may not fit their symbols.
 _ESCAPES = {2: 0.02, 4: 0.03, 8: 0.01}
 _LEVEL = 1
@@ -99,28 +101,40 @@ def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> Spa
     columns = np.zeros(width, np.uint8)
     if groups > 1:
         columns = _unnibbled(reader.take(-(-width // 2)), width)
-    classes = _unnibbled(_decompressed(reader.take(size), -(-rows // 2)), rows)
+    classes = _unnibbled(reader.decompressed(size, -(-rows // 2)), rows)
     if columns.max(initial=0) >= groups or classes.max(initial=0) > most:
         raise _wrong("a class or a group that is not there")
     alive = np.flatnonzero(classes)
     classes = classes[alive]
-    turned = _columns(len(alive), width, np.dtype(np.int8))
+    ours = [np.flatnonzero(columns == group).tolist() for group in range(groups)]
+    out = np.empty((len(alive), width), np.int8)
+    order = np.argsort(classes, kind="stable")
     for first, last in _ranges(classes):
-        for group in range(groups):
-            ours = np.flatnonzero(columns == group)
-            part = _unstream(reader, len(ours) * (last - first), dtype)
-            if part.itemsize > turned.itemsize:
-                turned = turned.astype(dtype)
-            turned[ours, first:last] = part.reshape(len(ours), -1)
+        lines = dict[int, np.ndarray]()
+        for group in ours:
+            part = _unstream(reader, len(group) * (last - first), dtype)
+            lines |= zip(group, part.reshape(len(group), -1), strict=True)
+        if max(line.itemsize for line in lines.values()) > out.itemsize:
+            out = out.astype(dtype)
+        _put_lines(lines, order[first:last], out)
     if reader.left:
         raise _wrong(f"{reader.left} bytes more than its streams take")
-    out = np.empty((len(alive), width), turned.dtype)
-    order, room = np.argsort(classes, kind="stable"), items(out)
-    for start in range(0, len(alive), _TURNED_ROWS):
-        some = slice(start, start + _TURNED_ROWS)
-        room[order[some]] = items(np.ascontiguousarray(turned[:, some].T))
     out.setflags(write=False)
     return SparseRows(rows, alive, out)
+
+
+def _put_lines(
+    lines: Mapping[int, np.ndarray], at: np.ndarray, out: np.ndarray
+) -> None:
+    """Puts columns of some rows where these rows are."""
+    room, some = items(out), max(_TURNED_ROWS, _COUNTED_ELEMENTS // len(lines))
+    turned = _columns(min(some, len(at)), len(lines), out.dtype)
+    for start in range(0, len(at), some):
+        where = at[start : start + some]
+        block = turned[:, : len(where)]
+        for column, line in lines.items():
+            block[column] = line[start : start + len(where)]
+        room[where] = items(np.ascontiguousarray(block.T))
 
 
 # Classes and groups.
@@ -292,17 +306,15 @@ def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
     bits, size, escaped = reader.struct(_STREAM)
     whole = 8 * dtype.itemsize
     if bits == whole and not escaped:
-        return _unplaned(
-            _decompressed(reader.take(size), count * dtype.itemsize), dtype
-        )
+        return _unplaned(reader.decompressed(size, count * dtype.itemsize), dtype)
     if bits not in _ESCAPES or bits >= whole:
         raise _wrong(f"a stream of {bits} bits")
-    packed = _decompressed(reader.take(size), -(-count * bits // 8))
+    packed = reader.decompressed(size, -(-count * bits // 8))
     values = _unpacked(packed, bits)[:count]
     if escaped:
         # Of 8 bits -128, which is no other symbol.
         over = np.flatnonzero(values.view(np.uint8) == (1 << bits - 1))
-        rest = _decompressed(reader.take(escaped), len(over) * dtype.itemsize)
+        rest = reader.decompressed(escaped, len(over) * dtype.itemsize)
         found = _unplaned(rest, dtype)
         if not np.array_equal(found, found.astype(np.int8)):
             values = values.astype(dtype)
@@ -312,18 +324,19 @@ def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
 
 def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
     """The integers of bytes of symbols, int8."""
+    largest = np.uint8((1 << bits - 1) - 1)
     if bits == 8:
-        return (packed - np.uint8(127)).view(np.int8)
-    return _symbols(bits)[packed].reshape(-1).view(np.int8)
-
-
-@functools.cache
-def _symbols(bits: int) -> np.ndarray:
-    """The integers of each byte of symbols, as one item."""
-    shifts = np.arange(0, 8, bits)
-    codes = np.arange(256)[:, None] >> shifts & (1 << bits) - 1
-    values = (codes - ((1 << bits - 1) - 1)).astype(np.int8)
-    return values.view(f"V{values.shape[1]}")
+        return (packed - largest).view(np.int8)
+    found = np.empty(len(packed), f"<u{8 // bits}")
+    for start in range(0, len(packed), _SPREAD_BYTES):
+        some = found[start : start + _SPREAD_BYTES]
+        some[...] = packed[start : start + _SPREAD_BYTES]
+        for shift, mask in _SPREADS[bits]:
+            some |= some << shift
+            some &= mask
+        symbols = some.view(np.uint8)
+        symbols -= largest
+    return found.view(np.int8)
 
 
 def _packed(symbols: np.ndarray, bits: int) -> np.ndarray:
@@ -384,24 +397,12 @@ def _compressed(data: np.ndarray) -> bytes:
     return packer.compress(np.ascontiguousarray(data).data)
 
 
-def _decompressed(data: np.ndarray, size: int) -> np.ndarray:
-    unpacker = zstandard().ZstdDecompressor()
-    try:
-        found = unpacker.decompress(
-            data.data, max_output_size=size, allow_extra_data=False
-        )
-    except zstandard().ZstdError as error:
-        raise _wrong(f"a stream that zstd does not read: {error}") from error
-    if len(found) != size:
-        raise _wrong(f"a stream of {len(found)} bytes, expected {size}")
-    return np.frombuffer(found, np.uint8)
-
-
 class _Reader:
     """Takes bytes from the front."""
 
     def __init__(self, data: bytes | np.ndarray) -> None:
         self._data, self._at = np.frombuffer(data, np.uint8), 0
+        self._unpacker = zstandard().ZstdDecompressor()
 
     @property
     def left(self) -> int:
@@ -412,6 +413,19 @@ class _Reader:
             raise _wrong(f"{self.left} bytes, expected {size} more")
         self._at += size
         return self._data[self._at - size : self._at]
+
+    def decompressed(self, size: int, expected: int) -> np.ndarray:
+        """The bytes of which so many were made."""
+        data = self.take(size).data
+        try:
+            found = self._unpacker.decompress(
+                data, max_output_size=expected, allow_extra_data=False
+            )
+        except zstandard().ZstdError as error:
+            raise _wrong(f"a stream that zstd does not read: {error}") from error
+        if len(found) != expected:
+            raise _wrong(f"a stream of {len(found)} bytes, expected {expected}")
+        return np.frombuffer(found, np.uint8)
 
     def struct(self, form: struct.Struct) -> tuple[int, ...]:
         return form.unpack(self.take(form.size).data)

@@ -12,6 +12,9 @@ import numpy as np
 
 from cnr_jax import errors
 
+# Of rows that are added at once, while they are in the cache.
+_ADDED_BYTES = 1 << 17
+
 
 def items(rows: np.ndarray) -> np.ndarray:
     """Rows as opaque items: numpy moves them whole, and never looks at numbers."""
@@ -115,10 +118,20 @@ class RowsAt:
 
     def add(self, name: str, rows: np.ndarray | SparseRows) -> None:
         """Adds others to them; what does not fit wraps round."""
-        if isinstance(rows, np.ndarray):
-            self.put(name, self.take(name) + rows)
-        else:
-            self.put(name, self.take(name, rows.at) + rows.values, rows.at)
+        values, at = rows, self._at
+        if isinstance(rows, SparseRows):
+            values = rows.values
+            at = self._where(rows.at if len(rows.at) < rows.count else None)
+        assert isinstance(values, np.ndarray)
+        room = self._parts[name]
+        if isinstance(at, slice):
+            room[at] += values
+            return
+        some = max(1, _ADDED_BYTES // (room.shape[1] * room.itemsize))
+        for start in range(0, len(at), some):
+            where = at[start : start + some]
+            total = taken(room, where) + values[start : start + some]
+            items(room)[where] = items(total)
 
     def _where(self, some: np.ndarray | None) -> np.ndarray | slice:
         if some is None:
