@@ -115,9 +115,10 @@ def in_blocks(work: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]
     for start in range(0, len(arrays[0]), _ROWS):
         some = [array[start : start + _ROWS] for array in arrays]
         count = len(some[0])
-        room = [((0, _ROWS - count), *((0, 0),) * (x.ndim - 1)) for x in some]
-        padded = [np.pad(x, r, mode="edge") for x, r in zip(some, room, strict=True)]
-        found.append([np.asarray(each)[:count] for each in work(*padded)])
+        if count < _ROWS:
+            room = [((0, _ROWS - count), *((0, 0),) * (x.ndim - 1)) for x in some]
+            some = [np.pad(x, r, mode="edge") for x, r in zip(some, room, strict=True)]
+        found.append([np.asarray(each)[:count] for each in work(*some)])
     return [np.concatenate(each) for each in zip(*found, strict=True)]
 
 
@@ -132,7 +133,7 @@ class Delta:
         self.steps = steps[window["table"]]
         # As saves of one lineage are dithered: each row by one key.
         keys = row_keys(np.uint32(1), window["ids"])
-        self._encoded(window["rows"][0][:1], self.steps[:1], keys[:1])  # compiled
+        self._encoded(window["rows"][0], self.steps, keys)  # compiled, memory at hand
         self.secs = -time.process_time()
         self._parts = [self._encoded(rows, self.steps, keys) for rows in window["rows"]]
         self.secs += time.process_time()

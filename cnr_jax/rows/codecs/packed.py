@@ -44,7 +44,14 @@ _SPREAD_BYTES = 1 << 15
 _SPREADS = {2: ((12, 0x000F000F), (6, 0x03030303)), 4: ((4, 0x0F0F),)}
 # Share of integers that may not fit their symbols.
 _ESCAPES = {2: 0.02, 4: 0.03, 8: 0.01}
-_LEVEL = 1
+# Of how zstd finds Huffman codes and little else: matches are few, and looked for in a small table.
+_MATCHES = {
+    "window_log": 17,
+    "hash_log": 6,
+    "chain_log": 6,
+    "search_log": 1,
+    "min_match": 7,
+}
 _HEADER, _STREAM = struct.Struct("<IBBI"), struct.Struct("<BII")
 
 
@@ -71,12 +78,14 @@ def pack_rows(rows: np.ndarray) -> bytes:
         classes[alive] = found
         turned = _turned(rows, np.argsort(found, kind="stable"))
     groups = int(columns.max()) + 1
-    squeezed = _compressed(_nibbles(classes))
+    packer = _make_packer()
+    squeezed = packer.compress(_nibbles(classes).data)
     out = [_HEADER.pack(width, groups, int(classes.max()), len(squeezed))]
     out += [_nibbles(columns).tobytes()] * (groups > 1) + [squeezed]
     for first, last in _ranges(classes[alive]):
         for group in range(groups):
-            out += _stream(turned[columns == group, first:last].reshape(-1), item)
+            values = turned[columns == group, first:last].reshape(-1)
+            out += _stream(values, item, packer)
     return b"".join(out)
 
 
@@ -280,23 +289,24 @@ def _columns(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
 # Streams.
 
 
-def _stream(values: np.ndarray, item: np.dtype) -> Iterator[bytes]:
+def _stream(values: np.ndarray, item: np.dtype, packer: Any) -> Iterator[bytes]:
     """A header, symbols, and what does not fit them, of integers that are stored as `item`."""
     whole, unsigned = 8 * item.itemsize, np.dtype(f"u{values.itemsize}")
-    sizes = np.abs(values).view(unsigned)
     for bits, share in _ESCAPES.items():
+        if bits >= whole:
+            continue
         largest = (1 << bits - 1) - 1
-        over = sizes > largest
-        if bits < whole and np.count_nonzero(over) <= share * len(values):
+        symbols = values.view(unsigned) + unsigned.type(largest)
+        over = symbols > 2 * largest  # as what is less than nothing wraps round
+        if np.count_nonzero(over) <= share * len(values):
             rest = values[over].astype(item)
-            symbols = values.view(unsigned) + unsigned.type(largest)
-            symbols = np.minimum(symbols, 2 * largest + 1).astype(np.uint8, copy=False)
-            packed = _packed(symbols, bits)
+            np.minimum(symbols, 2 * largest + 1, out=symbols)
+            packed = _packed(symbols.astype(np.uint8, copy=False), bits)
             break
     else:
         bits, rest, packed = whole, values[:0], _planes(values)
-    squeezed = _compressed(packed)
-    escaped = _compressed(_planes(rest)) if len(rest) else b""
+    squeezed = packer.compress(packed.data)
+    escaped = packer.compress(_planes(rest).data) if len(rest) else b""
     yield _STREAM.pack(bits, len(squeezed), len(escaped))
     yield from (squeezed, escaped)
 
@@ -392,9 +402,13 @@ def zstandard() -> Any:
         ) from error
 
 
-def _compressed(data: np.ndarray) -> bytes:
-    packer = zstandard().ZstdCompressor(level=_LEVEL, write_content_size=False)
-    return packer.compress(np.ascontiguousarray(data).data)
+def _make_packer() -> Any:
+    module = zstandard()
+    return module.ZstdCompressor(
+        compression_params=module.ZstdCompressionParameters(
+            **_MATCHES, strategy=module.STRATEGY_FAST, write_content_size=False
+        )
+    )
 
 
 class _Reader:
