@@ -370,8 +370,12 @@ def _planes(values: np.ndarray) -> np.ndarray:
 
 
 def _unplaned(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    planes = data.reshape(dtype.itemsize, -1)
-    return np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
+    *lower, highest = data.reshape(dtype.itemsize, -1)
+    found = highest.astype(f"<u{dtype.itemsize}")
+    for plane in reversed(lower):
+        found <<= 8
+        found |= plane
+    return found.view(dtype)
 
 
 def _nibbles(values: np.ndarray) -> np.ndarray:
