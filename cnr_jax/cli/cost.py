@@ -10,6 +10,7 @@ import typer
 from cnr_jax.cli.arguments import NOTED_BY, Accelerators, AsJson, Item, Root
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
+from cnr_jax.texts import count_of
 
 
 def cost(
@@ -29,6 +30,7 @@ def cost(
     """
     from cnr_jax.cli.roots import read_root
     from cnr_jax.goodput.cost import Prices, cost_of
+    from cnr_jax.goodput.profile import ENOUGH
     from cnr_jax.repository.course import course_of
 
     known = None if prices is None else Prices.read(prices)
@@ -38,7 +40,8 @@ def cost(
         print_json("cost", {"cost": found and found.asdict()})
         return Exit.FINE
     if found is None:
-        print_lines([(f"not known yet: {len(course.saves)} saves are too few", "")])
+        saves = count_of(len(course.saves), "save")
+        print_lines([(f"not known yet: got {saves}, expected {ENOUGH} or more", "")])
         return Exit.FINE
     head, *rest = str(found).splitlines()
     lines = [(head, "bold"), *((line, "") for line in rest), (found.basis, "dim")]

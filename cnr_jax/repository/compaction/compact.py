@@ -50,8 +50,8 @@ class CompactionPlan:
 
     Attributes:
         root: its path.
-        step: number of the step whose chain is merged; None: none rests on others.
-        directory: of that step; empty: there is none.
+        step: number of the step whose chain is merged; None: it rests on no other.
+        directory: of the step.
         chain: step directories that are merged, the full one first.
         restore_bytes: that a restore of the step reads now at most.
         merged_bytes: that it reads afterwards; as far as it is not done, at most about so many.
@@ -87,7 +87,7 @@ class CompactionPlan:
     def __str__(self) -> str:
         """What is merged, and the bytes before and after."""
         if self.step is None:
-            text = "nothing to merge: the step rests on no other"
+            text = f"nothing to merge: step {self.directory} rests on no other"
             gone = "is" if self.is_done else "is to be"
             return "\n".join([text, *(f"{n} {gone} removed" for n in self.replaced)])
         deltas = count_of(len(self.chain) - 1, "delta")
@@ -210,7 +210,11 @@ def plan_compaction(
         replaced = tuple(ledger.replaced())
         if entry.stands_alone:
             return CompactionPlan(
-                root=os.fspath(path), step=None, replaced=replaced, item=held
+                root=os.fspath(path),
+                step=None,
+                directory=entry.directory,
+                replaced=replaced,
+                item=held,
             )
         if problem := ledger.obstacle(entry):
             raise errors.ChainError(
