@@ -288,25 +288,16 @@ class Model:
             ChainError: if they are not what may be there.
         """
         before = set(self.steps)
-        after = Model(self.keeps, self.min_fulls)
-        aside, run = self.abandoned_by(step), self._run_of(step)
-        after.steps = {k: v for k, v in self.steps.items() if k not in aside}
-        after.foreign, after.run = self.foreign, self._runs + 1 if run is None else run
-        # As if it were full: a delta keeps what it rests on besides.
-        after.steps[step] = Saved(
-            step,
-            values,
-            None,
-            self._generation(),
-            after.run,
-            self._before(step, after.run),
-        )
-        after._prune()
-        # A step that retention drops at once may have been committed and be gone again.
-        replaced = committed or step not in after.steps
-        must = set(after.steps) - {step} if replaced else before
         may = before | {step} if committed else before
-        if not must <= set(there) <= may:
+        # As if it were full: a delta keeps what it rests on besides. But of one that retention
+        # drops at once, which may have been committed and be gone again, it makes a difference.
+        above = [None] if committed else [None, *list(self.steps.values())[:1]]
+        musts = list[set[int]]()
+        for each in above:
+            kept = self._kept_after(step, values, each)
+            musts.append(kept - {step} if committed or step not in kept else before)
+        if not any(must <= set(there) <= may for must in musts):
+            must = set[int].intersection(*musts)
             raise errors.ChainError(
                 f"after an interrupted save of step {step} there are steps"
                 f" {sorted(there)}\n  expected {sorted(must)},"
@@ -316,6 +307,18 @@ class Model:
             self._add(step, values, parent)
             self._keep_track(set(there))
         self.steps = {k: v for k, v in self.steps.items() if k in set(there)}
+
+    def _kept_after(self, step: int, values: Values, above: Saved | None) -> set[int]:
+        """The steps that there are after a save, on a step or in full, and its retention."""
+        after = Model(self.keeps, self.min_fulls)
+        aside, run = self.abandoned_by(step), self._run_of(step)
+        after.steps = {k: v for k, v in self.steps.items() if k not in aside}
+        after.foreign, after.run = self.foreign, self._runs + 1 if run is None else run
+        before = self._before(step, after.run)
+        new = Saved(step, values, above, self._generation(), after.run, before)
+        after.steps[step] = new
+        after._prune()
+        return set(after.steps)
 
     def _keep_track(self, there: set[int]) -> None:
         kept = Model(self.keeps, self.min_fulls)

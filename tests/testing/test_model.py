@@ -91,6 +91,22 @@ def test_after_an_interrupted_save_only_what_it_replaces_may_be_gone(
             made.interrupted(2, NOTHING, **arguments)
 
 
+def test_a_delta_may_be_dropped_as_soon_as_it_is_committed_by_what_is_killed_then() -> (
+    None
+):
+    made = Model(model.multiples(3), 2)
+    for step, parent in ((0, None), (1, None)):
+        made.saved(step, NOTHING, parent)
+    # Killed before its retention, so that step 4 stays for once; then after that of step 5.
+    made.interrupted(4, NOTHING, committed=True, parent=1, there={0, 1, 4})
+    made.reopened()
+    for there in ({0}, {1, 4}):
+        with pytest.raises(errors.ChainError, match="interrupted save of step 5"):
+            made.interrupted(5, NOTHING, committed=False, parent=None, there=there)
+    made.interrupted(5, NOTHING, committed=False, parent=None, there={0, 1})
+    assert set(made.steps) == {0, 1}
+
+
 @pytest.mark.parametrize(
     "dtype", [np.float32, ml_dtypes.bfloat16, np.int8, np.complex128]
 )
@@ -177,7 +193,7 @@ def test_damage_that_goes_unseen_is_noticed(player: Any, monkeypatch: Any) -> No
 
 def test_faults_and_crashes_are_counted_as_what_they_were(player: Any) -> None:
     player.fail_while_saving(Fault("rename", action="EIO"))
-    player.crash_while_saving(nth=20)
+    player.crash_while_saving(nth=10)
     player.fail_while_saving(Fault("rename", nth=1000, action="EIO"))
     player.crash_while_saving(nth=1000)
     assert player.counts["failed save"] == player.counts["crash"] == 1
