@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_jax import errors
-from cnr_jax.rows.codecs import make_codec
+from cnr_jax.rows.codecs import make_codec, packed
 from cnr_jax.rows.codecs.dither import row_keys
 from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.rows.codecs.packed import pack_rows, unpack_rows
@@ -257,6 +257,18 @@ def test_damaged_bytes_are_an_error_and_never_a_crash() -> None:
         except errors.FormatError:
             continue
         assert found.count == len(rows)  # a checksum comes before, and finds these
+
+
+def test_a_group_of_no_columns_is_refused() -> None:
+    data = pack_rows(np.ones((4, 2), np.int8))
+    width, groups, most, size = packed._HEADER.unpack_from(data)
+    assert (width, groups) == (2, 1)
+    head, rest = packed._HEADER.pack(2, 2, most, size), data[packed._HEADER.size :]
+    nothing = packed._make_packer().compress(b"")
+    nothing = packed._STREAM.pack(2, len(nothing), 0) + nothing
+    for columns in (b"\x00", b"\x11", b"\x20"):
+        with pytest.raises(errors.FormatError, match="a group that is not there"):
+            unpack_rows(head + columns + rest + nothing, 8, np.dtype(np.int8))
 
 
 @pytest.mark.parametrize("at", [slice(3, 43), np.random.default_rng(1).permutation(60)])

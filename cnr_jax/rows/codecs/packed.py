@@ -111,11 +111,11 @@ def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> Spa
     if groups > 1:
         columns = _unnibbled(reader.take(-(-width // 2)), width)
     classes = _unnibbled(reader.decompressed(size, -(-rows // 2)), rows)
-    if columns.max(initial=0) >= groups or classes.max(initial=0) > most:
+    ours = [np.flatnonzero(columns == group).tolist() for group in range(groups)]
+    if sum(map(len, ours)) < width or not all(ours) or classes.max(initial=0) > most:
         raise _wrong("a class or a group that is not there")
     alive = np.flatnonzero(classes)
     classes = classes[alive]
-    ours = [np.flatnonzero(columns == group).tolist() for group in range(groups)]
     out = np.empty((len(alive), width), np.int8)
     order = np.argsort(classes, kind="stable")
     for first, last in _ranges(classes):
