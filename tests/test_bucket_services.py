@@ -393,6 +393,18 @@ def test_keys_of_a_token_that_is_renewed_are_taken_up(
     bucket_clients._new_client.cache_clear()
 
 
+def test_a_secret_that_is_set_right_is_taken_up(
+    root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = bucket_clients.client_of(root)
+    assert bucket_clients.client_of(root) is right
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "another")
+            assert bucket_clients.client_of(root) is not right
+    assert bucket_clients.client_of(root) is right
+
+
 @only_moto
 def test_keys_and_tokens_are_in_nothing_that_a_run_leaves(
     tiny_run: Any,

@@ -32,6 +32,7 @@ from cnr_jax.repository import markers
 from cnr_jax.repository.causes import causes
 from cnr_jax.repository.committer import Attempt, ConditionalCommitter
 from cnr_jax.repository.index import ledger as ledger_module
+from cnr_jax.repository.index.gaps import Gaps
 from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.store import (
     bucket_clients,
@@ -930,6 +931,27 @@ def test_a_service_that_is_away_for_some_seconds_loses_no_save(
         run.run(manager, [1])
         assert manager.all_steps() == [0, 1] and proxy.harmed > 1
         run.check(manager, None)
+
+
+@each_of("interval", [1, 10])
+def test_each_step_of_a_chain_may_be_the_one_that_is_looked_at(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    run, looks, look = tiny_run(), list[int](), Gaps.look
+
+    def noting(self: Any, place: Any, chain: Any, *, dense: bool = True) -> Any:
+        if not dense:
+            looks.extend(entry.step // interval for entry in chain)
+        return look(self, place, chain, dense=dense)
+
+    monkeypatch.setattr(Gaps, "look", noting)
+    root = root / str(interval)
+    with run.open(str(root), policy=cnr.Consecutive(max_chain=100)) as manager:
+        run.run(manager, range(0, 24 * interval, interval))
+    behind = [save - step for save, step in enumerate(looks, start=1)]
+    assert len(looks) == 23, "one before each commit of a delta"
+    # However often the newest was drawn: not always the same, from either end.
+    assert len(set(looks)) > 3 and len(set(behind)) > 3
 
 
 def test_training_does_not_wait_for_a_service_that_does_not_answer(

@@ -67,7 +67,9 @@ def answers(run: Any, root: epath.Path, **options: Any) -> Any:
             (e.directory, e.uuid, e.generation, e.parent, e.run, e.forks, e.rows_bytes)
             for e in ledger.committed()
         ]
-        chains = [ledger.restore_bytes(e) for e in ledger.restorable()]
+        chains = [
+            (ledger.restore_bytes(e), ledger.own_bytes(e)) for e in ledger.restorable()
+        ]
         return *found, standing, chains, sorted(ledger.folders)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import logging
 import os
 import pickle
@@ -144,6 +145,21 @@ def test_a_manager_that_is_made_lightly_reads_metrics_when_it_reloads(
         assert (manager.all_steps(), manager.best_step()) == ([0, 1, 2], None)
         manager.reload()
         assert manager.best_step() == 1
+
+
+def test_a_manager_that_is_made_lightly_keeps_by_time_and_deletes(
+    tmp_path: Path,
+) -> None:
+    keeps: Any = {"max_to_keep": 2, "keep_time_interval": datetime.timedelta(hours=1)}
+    with manager_of(tmp_path, **keeps) as manager:
+        for step in range(3):
+            manager.save(step, args=SAVE)
+    with manager_of(tmp_path, lightweight_initialize=True, **keeps) as manager:
+        manager.restore(None, args=cnr.args.Restore(STATE))
+        for step in range(3, 6):
+            manager.save(step, args=SAVE)
+            manager.wait_until_finished()
+        assert {4, 5} <= set(manager.all_steps()) < set(range(6))
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,26 @@ def test_committed_steps_are_copied_and_restore(
     assert steps_in(far) == ["0", "1", "2", "3", "4"]
 
 
+def test_a_step_of_a_bucket_that_is_saved_again_is_copied_again(
+    tiny_run: Any, bucket: epath.Path, tmp_path: Path
+) -> None:
+    """No folder of a bucket shows that another step has come to lie in it."""
+    run, root, far = tiny_run(), bucket / "run", tmp_path / "far"
+    with run.open(str(root), mirror=far) as manager:
+        run.run(manager, range(3))
+        caught_up(manager)
+        manager.delete(2)
+        run.salt = 1
+        run.run(manager, [2, 3], force=True)
+        caught_up(manager)
+        assert manager.mirror_report.problems == ()
+        assert manager.mirror_report.skipped_steps == ()
+    assert steps_in(far) == ["0", "1", "2", "3"]
+    with run.open(far) as manager:
+        for step in range(4):
+            run.check(manager, step)
+
+
 def test_a_step_of_which_there_is_no_report_is_copied(
     tiny_run: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,6 +259,27 @@ def test_damaged_bytes_are_an_error_and_never_a_crash() -> None:
         assert found.count == len(rows)  # a checksum comes before, and finds these
 
 
+def test_streams_of_other_lengths_or_symbols_are_refused_before_they_are_unpacked() -> (
+    None
+):
+    data = pack_rows(np.ones((4, 2), np.int8))
+    size = packed._HEADER.unpack_from(data)[-1]
+    start = packed._HEADER.size + size
+    bits, length, escaped = packed._STREAM.unpack_from(data, start)
+    assert start + packed._STREAM.size + length == len(data) and not escaped
+
+    def crafted(stream: bytes) -> bytes:
+        return data[:start] + packed._STREAM.pack(bits, len(stream), 0) + stream
+
+    claims = bytes.fromhex("28b52ffde0") + (1 << 62).to_bytes(8, "little") + b"\1\0\0"
+    with pytest.raises(errors.FormatError, match=f"of {1 << 62} bytes, expected 2"):
+        unpack_rows(crafted(claims), 8, np.dtype(np.int8))
+    # Of the symbol of what does not fit, and nothing says what that is.
+    beyond = packed._make_packer().compress(b"\xff\xff")
+    with pytest.raises(errors.FormatError, match="does not fit its symbols"):
+        unpack_rows(crafted(beyond), 8, np.dtype(np.int8))
+
+
 def test_a_group_of_no_columns_is_refused() -> None:
     data = pack_rows(np.ones((4, 2), np.int8))
     width, groups, most, size = packed._HEADER.unpack_from(data)

@@ -37,6 +37,8 @@ _log = logger(__name__)
 _FEW = 8
 # Requests at a time.
 _AT_ONCE = 16
+# When a step was committed, if that is not read: before all others, and as they are in a zone.
+_UNKNOWN = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class Steps:
         """
         steps = self._found(self._left() if left is None else left)
         if numbers_only:
-            found = [StepInfo(step.step, datetime.datetime.min) for step in steps]
+            found = [StepInfo(step.step, _UNKNOWN) for step in steps]
         elif len(steps) < _FEW:
             found = list(map(_info_of, steps))
         else:
@@ -346,7 +348,7 @@ def _info_of(step: Any) -> StepInfo | None:
     """What policies are told of a step; None if it is gone."""
     if isinstance(step, _NotedStep):
         return step.info
-    time, metrics = datetime.datetime.min, None
+    time, metrics = _UNKNOWN, None
     damaged: dict[str, Exception] = {}
     # Whatever stands in those files, and of whatever type it is.
     try:

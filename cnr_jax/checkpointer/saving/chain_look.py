@@ -4,13 +4,14 @@ Right before, so that no delta is committed on a gap that could be seen then. Af
 background, so that mostly the next save already knows of a gap and is full, rather than written in
 vain; and so that nothing is deleted whose place is to be taken by what is not whole.
 
-Where a look is a request, one step of the chain is looked at before each commit, in turn, and all
-that stays after one in whose favour steps are deleted.
+Where a look is a request, one step of the chain is looked at before each commit, any of them, and
+all that stays after one in whose favour steps are deleted.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Collection, Set
 from typing import TypeGuard
 
@@ -56,7 +57,8 @@ def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | 
     """Why a save must not be committed: what it rests on is not there. None: it is."""
     chain = flight.chain
     if chain and not can(flight.place.root).cheap_looks:
-        chain = (chain[flight.step % len(chain)],)
+        # By the uuid: numbers of steps and lengths of chains grow together.
+        chain = (random.Random(flight.plan.uuid).choice(chain),)
     gaps = writer.gaps.look(flight.place, chain, dense=False)
     if not gaps:
         return None

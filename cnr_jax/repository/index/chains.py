@@ -506,7 +506,7 @@ class Chains:
     @staticmethod
     def own_bytes(entry: Entry) -> int:
         """Bytes of an entry itself: its rows, its dense leaves."""
-        dense_bytes = entry.manifest.totals.dense_bytes if entry.manifest else 0
+        dense_bytes = entry.known.totals.dense_bytes if entry.known else 0
         return entry.rows_bytes + dense_bytes
 
     def restore_bytes(self, entry: Entry) -> int:

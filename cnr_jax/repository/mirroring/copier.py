@@ -23,6 +23,7 @@ from cnr_jax.repository.mirroring.step_files import Meter, copy_files, mend_file
 from cnr_jax.repository.step import is_same_step, read_manifest
 from cnr_jax.repository.store import AnyPath, can, store_of, sync_directory
 from cnr_jax.repository.upkeep.aside import clear_aside
+from cnr_jax.repository.upkeep.claim import read_writer
 from cnr_jax.repository.upkeep.removal import remove_in_place
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
@@ -63,6 +64,7 @@ class Copier:
         self.item = item
         self._held: Ledger | None = None
         self._states: dict[str, object] = {}
+        self._epoch = ""
         self._has_claimed = False
         self.writer = writer or RootWriter(lambda: True, single=single)
         if writer is None:
@@ -125,8 +127,9 @@ class Copier:
 
     def _look(self, item: str) -> Ledger:
         """The steps of the source as they now are."""
-        held = self._held
-        if held is None:
+        held, epoch = self._held, self._epoch
+        self._epoch = self._epoch_of_source()
+        if held is None or epoch != self._epoch:
             held = Ledger.load(self._source, item, self._is_step)
         else:
             held.refresh(self._source, item)
@@ -138,6 +141,13 @@ class Copier:
         held.ask_again(self._source, item)
         held.take_back_unread()
         return held
+
+    def _epoch_of_source(self) -> str:
+        """What changes before another step comes to lie in a folder, where no folder shows it."""
+        if can(self._source).cheap_looks:
+            return ""
+        writer = read_writer(self._source)
+        return writer.epoch if writer is not None else ""
 
     def _state(self, directory: str) -> object:
         """What changes when another step comes to lie in a folder, where that is cheaply seen."""

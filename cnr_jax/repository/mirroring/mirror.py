@@ -208,7 +208,10 @@ class Mirror:
             raise
         except Exception as error:
             # Whatever it is, training goes on, and who asks is told.
-            if isinstance(error, errors.WriterError | errors.UsedRootError):
+            if isinstance(
+                error,
+                errors.WriterError | errors.UsedRootError | errors.OptionError,
+            ):
                 self.lost = error
             problems.append(in_one_line(error))
         new = [each for each in problems if each not in self._done.problems]

@@ -183,7 +183,11 @@ class BucketStore(Objects):
                     text = "it is gone that was to be replaced"
                     raise FileExistsError(errno.EEXIST, text, os.fspath(path)) from None
                 if not is_as_before:
-                    raise
+                    if isinstance(error, FileExistsError):
+                        raise
+                    # What was said of it did not come; it is another one, in any case.
+                    text = "another one is there by now"
+                    raise FileExistsError(errno.EEXIST, text, os.fspath(path)) from None
                 left = left and time.monotonic() < last
                 if not left and isinstance(error, FileExistsError):
                     hint = bucket_clients.service_of(path).CONDITIONS_HINT

@@ -133,7 +133,10 @@ def _keys_of_boto3() -> Any:
 def given() -> tuple[Any, ...]:
     """What the environment says now, of which clients are made."""
     names = ("AWS_CA_BUNDLE", "AWS_PROFILE", "AWS_ACCESS_KEY_ID")
-    return _endpoint(), _region(), *map(os.environ.get, names)
+    secrets = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    # What tells secrets apart, and is none.
+    told = hash(tuple(map(os.environ.get, secrets)))
+    return _endpoint(), _region(), *map(os.environ.get, names), told
 
 
 def make(
@@ -143,7 +146,7 @@ def make(
     endpoint: str | None,
     region: str,
     certificates: str | None,
-    *_: str | None,
+    *_: str | int | None,
 ) -> Any:
     """A client of a bucket, as `given` says.
 

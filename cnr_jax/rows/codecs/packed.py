@@ -19,7 +19,7 @@ import importlib
 import itertools
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -111,39 +111,36 @@ def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> Spa
     if groups > 1:
         columns = _unnibbled(reader.take(-(-width // 2)), width)
     classes = _unnibbled(reader.decompressed(size, -(-rows // 2)), rows)
-    ours = [np.flatnonzero(columns == group).tolist() for group in range(groups)]
-    if sum(map(len, ours)) < width or not all(ours) or classes.max(initial=0) > most:
+    ours = [np.flatnonzero(columns == group) for group in range(groups)]
+    sizes = [len(group) for group in ours]
+    if sum(sizes) < width or not all(sizes) or classes.max(initial=0) > most:
         raise _wrong("a class or a group that is not there")
     alive = np.flatnonzero(classes)
     classes = classes[alive]
     out = np.empty((len(alive), width), np.int8)
     order = np.argsort(classes, kind="stable")
     for first, last in _ranges(classes):
-        lines = dict[int, np.ndarray]()
+        turned = _columns(last - first, width, out.dtype)
         for group in ours:
             part = _unstream(reader, len(group) * (last - first), dtype)
-            lines |= zip(group, part.reshape(len(group), -1), strict=True)
-        if max(line.itemsize for line in lines.values()) > out.itemsize:
+            if part.itemsize > turned.itemsize:
+                turned = turned.astype(dtype)
+            turned[group] = part.reshape(len(group), -1)
+        if turned.itemsize > out.itemsize:
             out = out.astype(dtype)
-        _put_lines(lines, order[first:last], out)
+        _put_columns(turned, order[first:last], out)
     if reader.left:
         raise _wrong(f"{reader.left} bytes more than its streams take")
     out.setflags(write=False)
     return SparseRows(rows, alive, out)
 
 
-def _put_lines(
-    lines: Mapping[int, np.ndarray], at: np.ndarray, out: np.ndarray
-) -> None:
+def _put_columns(columns: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
     """Puts columns of some rows where these rows are."""
-    room, some = items(out), max(_TURNED_ROWS, _COUNTED_ELEMENTS // len(lines))
-    turned = _columns(min(some, len(at)), len(lines), out.dtype)
-    for start in range(0, len(at), some):
-        where = at[start : start + some]
-        block = turned[:, : len(where)]
-        for column, line in lines.items():
-            block[column] = line[start : start + len(where)]
-        room[where] = items(np.ascontiguousarray(block.T))
+    room, columns = items(out), columns.astype(out.dtype, copy=False)
+    for start in range(0, len(at), _TURNED_ROWS):
+        some = slice(start, start + _TURNED_ROWS)
+        room[at[some]] = items(np.ascontiguousarray(columns[:, some].T))
 
 
 # Classes and groups.
@@ -321,9 +318,12 @@ def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
         raise _wrong(f"a stream of {bits} bits")
     packed = reader.decompressed(size, -(-count * bits // 8))
     values = _unpacked(packed, bits)[:count]
+    # Of 8 bits -128, which is no other symbol.
+    is_over = values.view(np.uint8) == (1 << bits - 1)
+    if is_over.any() != bool(escaped):
+        raise _wrong(f"{escaped} bytes of what does not fit its symbols")
     if escaped:
-        # Of 8 bits -128, which is no other symbol.
-        over = np.flatnonzero(values.view(np.uint8) == (1 << bits - 1))
+        over = np.flatnonzero(is_over)
         rest = reader.decompressed(escaped, len(over) * dtype.itemsize)
         found = _unplaned(rest, dtype)
         if not np.array_equal(found, found.astype(np.int8)):
@@ -434,12 +434,16 @@ class _Reader:
 
     def decompressed(self, size: int, expected: int) -> np.ndarray:
         """The bytes of which so many were made."""
-        data = self.take(size).data
+        data, module = self.take(size).data, zstandard()
         try:
+            # Where a frame says how long it is, no other limit counts.
+            said = module.frame_content_size(data)
+            if said not in (-1, expected):
+                raise _wrong(f"a stream of {said} bytes, expected {expected}")
             found = self._unpacker.decompress(
                 data, max_output_size=expected, allow_extra_data=False
             )
-        except zstandard().ZstdError as error:
+        except module.ZstdError as error:
             raise _wrong(f"a stream that zstd does not read: {error}") from error
         if len(found) != expected:
             raise _wrong(f"a stream of {len(found)} bytes, expected {expected}")
