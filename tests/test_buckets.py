@@ -933,6 +933,18 @@ def test_a_service_that_is_away_for_some_seconds_loses_no_save(
         run.check(manager, None)
 
 
+@each_of("kind", ["truncate", "drop"])
+def test_a_put_that_met_another_one_says_so_though_the_answer_is_lost(
+    root: epath.Path, proxy: Proxy, impatient: None, kind: str
+) -> None:
+    store, path = store_of(root), root / kind
+    store.write_new(path, b"one")
+    proxy.harm = lambda asked, *_: kind if asked == "PUT" else None
+    with pytest.raises(FileExistsError):
+        store.write_new(path, b"another")
+    assert store.read(path) == b"one"
+
+
 @each_of("interval", [1, 10])
 def test_each_step_of_a_chain_may_be_the_one_that_is_looked_at(
     tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch, interval: int
