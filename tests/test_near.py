@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -13,8 +14,10 @@ from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.format import names
 from cnr_jax.repository.store import LocalStore, store_of
 
+from .conftest import each_of
 from .test_mirrors import caught_up, far, harm, line_of, root, started, steps_in, until
 
 __all__ = ["far", "root"]  # fixtures
@@ -83,6 +86,64 @@ def test_nothing_leaves_near_before_it_is_far(
         run.run(manager, [7])
         assert steps_in(near) == ["7"]
     assert steps_in(root) == [str(step) for step in range(8)]
+
+
+@each_of("newest", [2, 4])
+def test_steps_that_the_run_has_gone_on_without_are_set_aside(
+    tiny_run: Any, far: epath.Path, tmp_path: Path, newest: int
+) -> None:
+    """A host is lost before it has copied them, and comes back when others have gone on."""
+    lost, other, root = (tmp_path / f"{n}{newest}" for n in ("lost", "other", "root"))
+    if "://" in str(far):
+        root = f"{far}-{newest}"
+    run = tiny_run()
+    with run.open(root, near=lost) as manager:
+        run.run(manager, [0, 1])
+        caught_up(manager)
+    with run.open(lost) as manager:  # not copied
+        run.restore(manager, None)
+        run.run(manager, sorted({2, newest}))
+    elsewhere = tiny_run()
+    elsewhere.salt, elsewhere.truth = 1, {k: run.truth[k] for k in (0, 1)}
+    with elsewhere.open(root, near=other) as manager:
+        elsewhere.restore(manager, None)
+        elsewhere.run(manager, [2, 3])
+        caught_up(manager)
+    for _ in range(2):
+        with elsewhere.open(root, near=lost) as manager:
+            assert manager.all_steps() == [0, 1, 2, 3]
+            for step in manager.all_steps():
+                elsewhere.check(manager, step)
+            assert manager.mirror_report.lag_steps == 0
+            assert manager.mirror_report.problems == ()
+    aside = {n.partition(".")[0] for n in os.listdir(lost) if names.ABANDONED_MARK in n}
+    assert aside == {"2", str(newest)}
+    with elsewhere.open(root, near=lost) as manager:
+        elsewhere.restore(manager, None)
+        elsewhere.run(manager, [5])
+        assert manager.last_report.kind == "delta"
+        caught_up(manager)
+    assert not harm(epath.Path(root))
+
+
+def test_steps_that_are_not_copied_yet_are_not_set_aside(
+    tiny_run: Any, far: epath.Path, near: Path
+) -> None:
+    """Also where nothing near tells any more of the newest step of the root."""
+    run, root = tiny_run(), str(far)
+    with run.open(root, near=near) as manager:
+        run.run(manager, [0])
+        caught_up(manager)
+    with run.open(near, {"max_to_keep": 2}, policy=cnr.Full()) as manager:
+        run.restore(manager, None)
+        run.run(manager, [1, 2, 3])
+        assert manager.all_steps() == [2, 3]
+    with run.open(root, near=near) as manager:
+        assert manager.latest_step() == 3
+        run.check(manager, 2)
+        run.check(manager, 3)
+        caught_up(manager)
+    assert not [n for n in os.listdir(near) if names.ABANDONED_MARK in n]
 
 
 def fails(*_: Any) -> None:

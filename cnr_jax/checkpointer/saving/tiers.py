@@ -13,7 +13,11 @@ from cnr_jax import errors
 from cnr_jax.options import Options
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.mirroring.mirror import Mirror
-from cnr_jax.repository.mirroring.near import empty_into, lacking_room
+from cnr_jax.repository.mirroring.near import (
+    empty_into,
+    lacking_room,
+    set_strays_aside,
+)
 from cnr_jax.repository.mirroring.places import check_apart
 from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.texts import logger
@@ -120,6 +124,7 @@ def tiers_of(
             f"near is {os.fspath(near)}, expected a local path, such as one below /dev/shm"
         )
     check_apart(far, near)
+    set_strays_aside(near, far, is_step, item)
     problem = lacking_room(near, far, full_bytes(), is_step, item)
     if not problem:
         return Tiers(near, far, is_near=True)

@@ -9,11 +9,19 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from cnr_jax import errors
+from cnr_jax.format import names
+from cnr_jax.repository.causes import in_one_line
 from cnr_jax.repository.description import amount
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.mirroring.mirror import Mirror
-from cnr_jax.repository.store import AnyPath, exists, store_of
+from cnr_jax.repository.mirroring.places import is_free
+from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.store import AnyPath, exists, store_of, sync_directory
+from cnr_jax.texts import logger
+
+_log = logger(__name__)
 
 
 def lacking_room(
@@ -64,3 +72,63 @@ def empty_into(near: AnyPath, far: AnyPath, **told: Any) -> None:
         mirror = Mirror(near, far, **told)
         with mirror.for_a_while():
             mirror.catch_up()
+
+
+def set_strays_aside(
+    near: AnyPath,
+    far: AnyPath,
+    is_step: Callable[[str], bool] | None,
+    item: str | None = None,
+) -> None:
+    """Sets steps of a near root aside that the run has gone on without.
+
+    So it is on a host that comes back: what it had not copied was lost for others, and one of
+    them has gone on from an older step. Of the newest step of the far root the near one knows
+    neither the uuid nor the lineage then, and it was written later.
+
+    Args:
+        near: the root, which need not be there.
+        far: the root of the run.
+        is_step: tells names of step directories; None: all that end in a digit.
+        item: of each step; None: the one that is found.
+    """
+    try:
+        item = item or (find_item(near) if exists(near) else None)
+        if item is None or not is_free(near):
+            return
+        held = Ledger.load(near, item, is_step).committed()
+        theirs = Ledger.load(far, item, is_step)
+        newest, known = theirs.newest(), {entry.uuid for entry in theirs.committed()}
+        strays = [entry for entry in held if entry.uuid not in known and entry.manifest]
+        if newest is None or newest.known is None or not strays:
+            return
+        lineages = {entry.known.lineage for entry in held if entry.known}
+        ours = {entry.uuid for entry in held}
+        if newest.uuid in ours or newest.known.lineage in lineages:
+            return
+        made = newest.manifest or read_manifest(far / newest.directory / item)
+        if newest.run != strays[-1].run or any(
+            entry.manifest.written_at_unix_secs > made.written_at_unix_secs
+            for entry in strays
+            if entry.manifest
+        ):
+            return
+        for entry in reversed(strays):
+            aside = names.abandoned(entry.directory, entry.generation, entry.uuid)
+            store_of(near).move(near / entry.directory, near / aside)
+        sync_directory(near)
+    except (errors.CnrError, OSError) as error:
+        _log.warning(
+            "whether the run has gone on without steps of %s is not known: %s",
+            os.fspath(near),
+            in_one_line(error),
+        )
+        return
+    _log.warning(
+        "steps %s of %s are set aside: they were not copied to %s, where the run went on"
+        " without them, up to step %d",
+        ", ".join(entry.directory for entry in strays),
+        os.fspath(near),
+        os.fspath(far),
+        newest.step,
+    )
