@@ -526,7 +526,7 @@ def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def google(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, benchmarks: Any
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[epath.Path]:
     """An empty bucket of a service on loopback that speaks like Google Cloud Storage.
 
@@ -538,7 +538,7 @@ def google(
         if os.environ.get("CNR_GS_SERVER") == "fake-gcs-server":
             port = free_port()
             made: Proxy = UploadProxy(f"http://127.0.0.1:{port}")
-            stores = benchmarks("object_stores")
+            stores = request.getfixturevalue("benchmarks")("object_stores")
             stores.make_google_bucket(
                 stack.enter_context(stores.fake_gcs(port, made.url)), name
             )
