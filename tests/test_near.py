@@ -126,6 +126,20 @@ def test_steps_that_the_run_has_gone_on_without_are_set_aside(
     assert not harm(epath.Path(root))
 
 
+def test_a_step_that_the_root_lacks_is_not_set_aside_while_near_knows_its_newest(
+    tiny_run: Any, far: epath.Path, near: Path
+) -> None:
+    run, root = tiny_run(), str(far)
+    with run.open(root, near=near, near_steps=4, policy=cnr.Full()) as manager:
+        run.run(manager, range(4))
+        caught_up(manager)
+    store_of(far).remove_tree(far / "2")
+    with run.open(root, near=near, near_steps=4, policy=cnr.Full()) as manager:
+        run.check(manager, 2)
+        caught_up(manager)
+    assert not [n for n in os.listdir(near) if names.ABANDONED_MARK in n]
+
+
 def test_steps_that_are_not_copied_yet_are_not_set_aside(
     tiny_run: Any, far: epath.Path, near: Path
 ) -> None:

@@ -280,6 +280,25 @@ def test_streams_of_other_lengths_or_symbols_are_refused_before_they_are_unpacke
         unpack_rows(crafted(beyond), 8, np.dtype(np.int8))
 
 
+@each_of("dtype", ["int8", "int16"])
+@each_of("share", [0.5, 1.0])
+def test_rows_are_added_where_they_lie_however_many_there_are(
+    dtype: str, share: float
+) -> None:
+    rng, count, width = np.random.default_rng(0), 30_000, 16
+    limits = np.iinfo(dtype)
+    room = rng.integers(limits.min, limits.max, (2 * count, width), dtype, True)
+    at = np.flatnonzero(rng.random(count) < share)
+    values = rng.integers(-128, 127, (len(at), width), np.int8, True)
+    places = rng.permutation(2 * count)[:count]
+    for where in (slice(count, 2 * count), places):
+        expected = room.copy()
+        expected[np.arange(2 * count)[where][at]] += values  # wraps round
+        found = room.copy()
+        RowsAt({"x": found}, where).add("x", SparseRows(count, at, values))
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_a_group_of_no_columns_is_refused() -> None:
     data = pack_rows(np.ones((4, 2), np.int8))
     width, groups, most, size = packed._HEADER.unpack_from(data)

@@ -28,6 +28,8 @@ from cnr_jax.repository.store import AnyPath
 from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
+# What copying on does not mend.
+_ENDS = errors.WriterError, errors.UsedRootError, errors.OptionError
 # How long after a failure it is tried again, if no save comes before.
 _RETRY_SECS = 20.0
 # Saves by which a backlog has grown, one after the other, when it is warned of.
@@ -51,7 +53,8 @@ class Mirror:
         root: the same.
         target: the same.
         way_back: from the target into the root.
-        lost: why nothing more is copied: somebody else has the target.
+        lost: why nothing more is copied: somebody else has the target, or its service cannot tell
+            programs that write there apart.
     """
 
     def __init__(
@@ -208,10 +211,7 @@ class Mirror:
             raise
         except Exception as error:
             # Whatever it is, training goes on, and who asks is told.
-            if isinstance(
-                error,
-                errors.WriterError | errors.UsedRootError | errors.OptionError,
-            ):
+            if isinstance(error, _ENDS):
                 self.lost = error
             problems.append(in_one_line(error))
         new = [each for each in problems if each not in self._done.problems]
@@ -238,7 +238,7 @@ class Mirror:
                 continue
             try:
                 copier.copy(entry)
-            except (errors.WriterError, errors.UsedRootError, Stopped):
+            except (*_ENDS, Stopped):
                 raise
             except (errors.CnrError, OSError) as error:
                 failed.add(entry.directory)

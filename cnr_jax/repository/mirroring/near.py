@@ -83,8 +83,8 @@ def set_strays_aside(
     """Sets steps of a near root aside that the run has gone on without.
 
     So it is on a host that comes back: what it had not copied was lost for others, and one of
-    them has gone on from an older step. Of the newest step of the far root the near one knows
-    neither the uuid nor the lineage then, and it was written later.
+    them has gone on from an older step. The newest step of the far root is of a lineage then that
+    the near one does not know, and was written later than what lies near alone.
 
     Args:
         near: the root, which need not be there.
@@ -103,8 +103,7 @@ def set_strays_aside(
         if newest is None or newest.known is None or not strays:
             return
         lineages = {entry.known.lineage for entry in held if entry.known}
-        ours = {entry.uuid for entry in held}
-        if newest.uuid in ours or newest.known.lineage in lineages:
+        if newest.known.lineage in lineages:
             return
         made = newest.manifest or read_manifest(far / newest.directory / item)
         if newest.run != strays[-1].run or any(
