@@ -21,7 +21,7 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.store import bucket_clients, s3_clients, store_of
+from cnr_jax.repository.store import bucket_clients, gs_clients, s3_clients, store_of
 
 from .bucket_proxy import KEY, SECRET, Proxy
 from .conftest import case_of, each_of, free_port
@@ -311,6 +311,35 @@ def test_a_certificate_of_an_authority_of_ones_own_is_named(
         assert store_of(root).read(root / "file") == b"1"
     finally:
         secured.close()
+
+
+def test_a_region_that_is_not_that_of_the_bucket_is_said_at_once(
+    root: epath.Path, proxy: Proxy
+) -> None:
+    """As S3 itself answers: it says to go elsewhere, and not where."""
+    proxy.says, proxy.harm = b"", lambda *_: 301
+    with pytest.raises(
+        errors.RootError, match=r"answer 301(?s:.*)hint: set AWS_REGION"
+    ):
+        cnr.verify(root)
+    assert len(proxy.log) == 1
+
+
+def test_that_no_keys_are_found_is_said() -> None:
+    """What a client says that has asked the machine for keys, in vain."""
+    for url in ("http://169.254.169.254/latest", "http://metadata.google.internal/"):
+        for end in ("status code: 403 Forbidden", "kind: Connect"):
+            text = f"Error performing PUT {url} in 6 ms - {end}"
+            for service in (s3_clients, gs_clients):
+                found = bucket_clients._store_error(text, "s3://b/run", service)
+                assert "no keys were found: " in str(found), text
+                assert service.HINTS["NoKeys"] in str(found), text
+
+
+@each_of("url", ["s3://bucket/../run", "gs://bucket/a/./run", "s3://bucket/run/.."])
+def test_urls_with_dots_are_no_roots(url: str) -> None:
+    with pytest.raises(errors.OptionError, match="no object of a bucket is called so"):
+        cnr.verify(url)
 
 
 def own_certificate() -> bytes:

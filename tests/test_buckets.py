@@ -729,6 +729,48 @@ def test_a_service_that_ignores_conditions_is_refused(
     assert consequences(root) == []
 
 
+@pytest.mark.skipif(
+    os.environ.get("CNR_S3_SERVER") == "seaweedfs",
+    reason="it checks signatures, which are of the headers that the proxy leaves out, too",
+)
+def test_who_stands_in_for_a_single_writer_is_told_by_its_claim(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    proxy.stripped = frozenset(["if-none-match", "if-match"])
+    with run.open(str(root), single_writer=True, policy=cnr.Full()) as manager:
+        run.run(manager, range(4))
+    for keep in (3, 2):
+        plan = cnr.prune(str(root), keep=keep, writer_is_dead=True)
+        assert sum(fate.stays for fate in plan.fates) == keep
+    run = tiny_run()
+    with run.open(tmp_path) as manager:
+        run.run(manager, range(2))
+    far = root.parent / "far"
+    assert cnr.mirror(tmp_path, str(far), single_writer=True).copied_steps == 2
+    with run.open(tmp_path) as manager:
+        run.restore(manager, None)
+        run.run(manager, [2])
+    assert cnr.mirror(tmp_path, str(far)).copied_steps == 1
+    assert cnr.verify(str(far)) == ()
+
+
+def test_a_step_of_a_root_is_no_root(tiny_run: Any, root: epath.Path) -> None:
+    """That root's retention would delete what is saved there."""
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+        item = manager._listing.item
+    before = {name: names_in(root / name) for name in ("0", "1")}
+    for inner in (root / "1", root / "1" / item):
+        for call in (run.open, cnr.verify, cnr.describe):
+            with pytest.raises(
+                errors.OptionError, match="a step of the root"
+            ):
+                call(str(inner))
+    assert {name: names_in(root / name) for name in ("0", "1")} == before
+
+
 def test_a_swap_without_a_version_is_refused(root: epath.Path) -> None:
     """Other clients put whatever is there where the version to be replaced is empty."""
     store = store_of(root)

@@ -396,6 +396,32 @@ def test_retention_of_its_own(tiny_run: Any, root: Path, far: epath.Path) -> Non
     assert report.copied_steps == 2 and steps_in(fresh) == ["4", "5"]
 
 
+def test_steps_that_the_run_saves_are_no_surprise_to_its_mirror(
+    tiny_run: Any, root: Path, far: epath.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_run()
+    with run.open(root, mirror=str(far), mirror_keep=1) as manager:
+        for step in range(4):
+            run.run(manager, [step])
+            caught_up(manager)
+    assert not [each for each in caplog.messages if "has appeared" in each]
+
+
+def test_a_step_of_another_root_is_no_mirror(
+    tiny_run: Any, root: Path, far: epath.Path, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(far)) as manager:
+        run.run(manager, [0])
+    run = tiny_run(salt=1)
+    with run.open(root) as manager:
+        run.run(manager, [0])
+    with pytest.raises(errors.OptionError, match="is a step of the root"):
+        cnr.mirror(root, str(far / "0"))
+    assert steps_in(far) == ["0"] and harm(far) == []
+    assert names.WRITER not in store_of(far).names_in(far / "0")
+
+
 def test_the_mirror_keeps_as_many_fulls_as_the_root(
     tiny_run: Any, root: Path, far: epath.Path
 ) -> None:

@@ -224,6 +224,30 @@ def test_a_near_root_of_another_run_is_refused(
         run.open(root, near=near)
 
 
+def test_a_near_root_of_the_run_of_another_root_is_refused_for_an_empty_one(
+    tiny_run: Any, near: Path, far: epath.Path, tmp_path: Path
+) -> None:
+    run, fresh = tiny_run(), far.parent / "fresh"
+    with run.open(str(far), near=near) as manager:
+        run.run(manager, range(2))
+    with pytest.raises(errors.UsedRootError, match="of another root") as caught:
+        run.open(str(fresh), near=near)
+    assert f"got steps for {far}, up to step 1" in str(caught.value)
+    assert steps_in(near) == ["0", "1"] and not store_of(fresh).exists(fresh)
+    # As the hint says.
+    cnr.mirror(near, str(fresh))
+    with run.open(str(fresh), near=near) as manager:
+        run.restore(manager, None)
+        run.run(manager, [2])
+    assert steps_in(fresh) == ["0", "1", "2"]
+    # Whose root was emptied goes on from what is near.
+    store_of(fresh).remove_tree(fresh)
+    with run.open(str(fresh), near=near) as manager:
+        run.restore(manager, None)
+        caught_up(manager)
+    assert steps_in(fresh) == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize(
     "times",
     [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],

@@ -39,6 +39,13 @@ def mirror(
         int | None,
         number_option("--bytes-per-sec", "Bytes that are written in a second."),
     ] = None,
+    single_writer: Annotated[
+        bool,
+        typer.Option(
+            "--single-writer",
+            help="Copy to a service that ignores the conditions of puts.",
+        ),
+    ] = False,
     writer_is_dead: Annotated[
         bool,
         typer.Option("--writer-is-dead", help="Whoever saved to either has ended."),
@@ -74,6 +81,7 @@ def mirror(
         keep=keep,
         repair=repair,
         bytes_per_sec=bytes_per_sec,
+        single_writer=single_writer,
         writer_is_dead=writer_is_dead,
         item=item,
         follows=follows,

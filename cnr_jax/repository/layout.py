@@ -95,6 +95,12 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
             f"{text!r} is no root: it names no bucket\n"
             f"  expected {scheme[1]}://BUCKET or {scheme[1]}://BUCKET/FOLDER"
         )
+    if {".", ".."} & {*text.split("/")}:
+        raise errors.OptionError(
+            f"{text!r} is no root: no object of a bucket is called so\n"
+            "  got '.' or '..' in it, expected names of folders\n"
+            "  hint: the URL without them"
+        )
     found = epath.Path(text)
     store_of(found).forget_listings()
     return found
@@ -166,15 +172,16 @@ def _at_home(text: str) -> str:
 
 
 def check_is_root(root: AnyPath) -> None:
-    """Checks that a root is not a step of another one, where looks cost next to nothing.
+    """Checks that a root is not a step of another one.
 
     Raises:
         OptionError: if it is, or an item of such a step.
         OSError: if that cannot be seen.
     """
-    if not can(root).cheap_looks or not is_directory(root):
+    if not is_directory(root):
         return
-    # Orbax leaves a file in each step: a root costs two looks, however many steps it has.
+    # Orbax leaves a file in each step: a root costs two looks, however many steps it has. In a
+    # bucket the listing answers them, where that is kept.
     if exists(root / names.ORBAX_METADATA):
         step, held = root, [root / name for name in names_in(root)]
     elif exists(root / names.MANIFEST) and exists(root.parent / names.ORBAX_METADATA):

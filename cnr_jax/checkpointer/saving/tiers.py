@@ -13,11 +13,7 @@ from cnr_jax import errors
 from cnr_jax.options import Options
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.mirroring.mirror import Mirror
-from cnr_jax.repository.mirroring.near import (
-    empty_into,
-    lacking_room,
-    set_strays_aside,
-)
+from cnr_jax.repository.mirroring.near import empty_into, lacking_room, meet
 from cnr_jax.repository.mirroring.places import check_apart
 from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.texts import logger
@@ -40,6 +36,11 @@ class Tiers:
     target: AnyPath | None = None
     is_near: bool = False
     problem: str = ""
+
+    @property
+    def far(self) -> str:
+        """The root of the run, if saves are committed in a near one; else empty."""
+        return os.fspath(self.target) if self.target and self.is_near else ""
 
     def mirror(
         self,
@@ -104,6 +105,7 @@ def tiers_of(
     Raises:
         OptionError: if a root cannot be where it is to be, or one lies in the other, or several
             processes are to save near.
+        UsedRootError: if what lies near is of another run.
     """
     far = open_root(root)
     if not writes or (options.near is None and options.mirror is None):
@@ -124,7 +126,7 @@ def tiers_of(
             f"near is {os.fspath(near)}, expected a local path, such as one below /dev/shm"
         )
     check_apart(far, near)
-    set_strays_aside(near, far, is_step, item)
+    meet(near, far, is_step, item)
     problem = lacking_room(near, far, full_bytes(), is_step, item)
     if not problem:
         return Tiers(near, far, is_near=True)

@@ -18,7 +18,7 @@ from cnr_jax.repository.index.entries import Entry, order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import Kept, children_first, kept_steps
 from cnr_jax.repository.items import find_item
-from cnr_jax.repository.layout import Place
+from cnr_jax.repository.layout import Place, check_is_root
 from cnr_jax.repository.mirroring.step_files import Meter, copy_files, mend_files
 from cnr_jax.repository.step import is_same_step, read_manifest
 from cnr_jax.repository.store import AnyPath, can, store_of, sync_directory
@@ -112,9 +112,12 @@ class Copier:
 
         Raises:
             UsedRootError: if one has; who has brought it there copies on.
+            OptionError: if the target is a step of another root.
             WriterError, OSError: as `RootWriter.claim`.
         """
         if not self._has_claimed:
+            if not can(self._target).cheap_looks:
+                check_is_root(self._target)
             self._check_run(self.writer.refreshed())
         self.writer.claim(own=own)
         if not self._has_claimed:
@@ -381,15 +384,19 @@ class Copier:
 
 def _kept(ledger: Ledger, keep: int, min_fulls: int) -> Kept:
     """Which steps of the newest run stay in a root that keeps its newest ones alone."""
-    newest = ledger.newest()
+    newest, before = ledger.newest(), ledger.run
     ledger.run = newest.run if newest is not None else None
-    return kept_steps(
-        ledger,
-        {names.step_number(name) for name in ledger.directories()},
-        lambda steps: steps[-keep:],
-        min_fulls=min_fulls,
-        because=f"it is one of the newest {keep}",
-    )
+    try:
+        return kept_steps(
+            ledger,
+            {names.step_number(name) for name in ledger.directories()},
+            lambda steps: steps[-keep:],
+            min_fulls=min_fulls,
+            because=f"it is one of the newest {keep}",
+        )
+    finally:
+        # Steps that others bring are to be expected, as long as it is nobody's.
+        ledger.run = before
 
 
 def may_hold(ledger: Ledger, entry: Entry) -> bool:

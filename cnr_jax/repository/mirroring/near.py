@@ -19,6 +19,7 @@ from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.places import is_free
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import AnyPath, exists, store_of, sync_directory
+from cnr_jax.repository.upkeep.claim import read_writer
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -74,11 +75,65 @@ def empty_into(near: AnyPath, far: AnyPath, **told: Any) -> None:
             mirror.catch_up()
 
 
-def set_strays_aside(
+def meet(
     near: AnyPath,
     far: AnyPath,
     is_step: Callable[[str], bool] | None,
     item: str | None = None,
+) -> None:
+    """Checks that what lies near is not of another root's run, and sets strays aside.
+
+    Args:
+        near: the root, which need not be there.
+        far: the root of the run.
+        is_step: tells names of step directories; None: all that end in a digit.
+        item: of each step; None: the one that is found.
+
+    Raises:
+        UsedRootError: if the far root is empty, and what lies near is of another one's run.
+    """
+    try:
+        item = item or (find_item(near) if exists(near) else None)
+        if item is None:
+            return
+        held = Ledger.load(near, item, is_step)
+        theirs = Ledger.load(far, item, is_step)
+        if theirs.newest() is None:
+            _check_goes_to(near, far, held)
+        _set_strays_aside(near, far, item, held, theirs)
+    except errors.UsedRootError:
+        raise
+    except (errors.CnrError, OSError) as error:
+        _log.warning(
+            "whether the run has gone on without steps of %s is not known: %s",
+            os.fspath(near),
+            in_one_line(error),
+        )
+
+
+def _check_goes_to(near: AnyPath, far: AnyPath, held: Ledger) -> None:
+    """Makes sure that what lies near is not to be copied to another root than this one.
+
+    The claim of who saved near tells. Where this one holds steps, these tell of which run it is.
+
+    Raises:
+        UsedRootError: if it is.
+    """
+    steps, writer = [each.step for each in held.committed()], read_writer(near)
+    here, there = os.fspath(near), os.fspath(far)
+    if not steps or writer is None or writer.far in ("", there):
+        return
+    raise errors.UsedRootError(
+        f"{here} holds steps of the run of another root\n"
+        f"  got steps for {writer.far}, up to step {max(steps)}; expected steps for {there},"
+        " which holds none\n"
+        "  hint: another folder for near; or delete this one, if nobody needs its steps; to go on"
+        f" with that run here, copy them first: cnr-jax mirror {here} {there}"
+    )
+
+
+def _set_strays_aside(
+    near: AnyPath, far: AnyPath, item: str, held: Ledger, theirs: Ledger
 ) -> None:
     """Sets steps of a near root aside that the run has gone on without.
 
@@ -86,43 +141,30 @@ def set_strays_aside(
     them has gone on from an older step. The newest step of the far root is of a lineage then that
     the near one does not know, and was written later than what lies near alone.
 
-    Args:
-        near: the root, which need not be there.
-        far: the root of the run.
-        is_step: tells names of step directories; None: all that end in a digit.
-        item: of each step; None: the one that is found.
+    Raises:
+        CnrError, OSError: if that cannot be seen or done.
     """
-    try:
-        item = item or (find_item(near) if exists(near) else None)
-        if item is None or not is_free(near):
-            return
-        held = Ledger.load(near, item, is_step).committed()
-        theirs = Ledger.load(far, item, is_step)
-        newest, known = theirs.newest(), {entry.uuid for entry in theirs.committed()}
-        strays = [entry for entry in held if entry.uuid not in known and entry.manifest]
-        if newest is None or newest.known is None or not strays:
-            return
-        lineages = {entry.known.lineage for entry in held if entry.known}
-        if newest.known.lineage in lineages:
-            return
-        made = newest.manifest or read_manifest(far / newest.directory / item)
-        if newest.run != strays[-1].run or any(
-            entry.manifest.written_at_unix_secs > made.written_at_unix_secs
-            for entry in strays
-            if entry.manifest
-        ):
-            return
-        for entry in reversed(strays):
-            aside = names.abandoned(entry.directory, entry.generation, entry.uuid)
-            store_of(near).move(near / entry.directory, near / aside)
-        sync_directory(near)
-    except (errors.CnrError, OSError) as error:
-        _log.warning(
-            "whether the run has gone on without steps of %s is not known: %s",
-            os.fspath(near),
-            in_one_line(error),
-        )
+    if not is_free(near):
         return
+    mine = held.committed()
+    newest, known = theirs.newest(), {entry.uuid for entry in theirs.committed()}
+    strays = [entry for entry in mine if entry.uuid not in known and entry.manifest]
+    if newest is None or newest.known is None or not strays:
+        return
+    lineages = {entry.known.lineage for entry in mine if entry.known}
+    if newest.known.lineage in lineages or newest.run != strays[-1].run:
+        return
+    made = newest.manifest or read_manifest(far / newest.directory / item)
+    if any(
+        entry.manifest.written_at_unix_secs > made.written_at_unix_secs
+        for entry in strays
+        if entry.manifest
+    ):
+        return
+    for entry in reversed(strays):
+        aside = names.abandoned(entry.directory, entry.generation, entry.uuid)
+        store_of(near).move(near / entry.directory, near / aside)
+    sync_directory(near)
     _log.warning(
         "steps %s of %s are set aside: they were not copied to %s, where the run went on"
         " without them, up to step %d",

@@ -29,6 +29,7 @@ def mirror(
     keep: int | None = None,
     repair: bool = False,
     bytes_per_sec: int | None = None,
+    single_writer: bool = False,
     writer_is_dead: bool = False,
     item: str | None = None,
     follows: Callable[[MirrorReport], bool] | None = None,
@@ -47,6 +48,8 @@ def mirror(
             replaced by those of the other. This reads every byte of both, and no program may save
             to either.
         bytes_per_sec: that are written at most; None: no limit.
+        single_writer: whether the mirror may be where the conditions of puts are ignored, as no
+            other program writes there; noted in it, so that later calls need not say it.
         writer_is_dead: for `repair`: the managers that saved to either have ended, though that
             cannot be seen.
         item: of each step; None: the one that holds a checkpoint of this library.
@@ -89,7 +92,15 @@ def mirror(
                 "  hint: end it, or mirror to another folder",
                 kind="writer_busy",
             )
-        found = Mirror(path, target, keep=keep, bytes_per_sec=bytes_per_sec, item=item)
+        writer = read_writer(target)
+        found = Mirror(
+            path,
+            target,
+            keep=keep,
+            bytes_per_sec=bytes_per_sec,
+            item=item,
+            single=single_writer or (writer is not None and writer.single),
+        )
     with found.for_a_while():
         while True:
             report = found.catch_up()

@@ -6,7 +6,7 @@ import os
 
 from cnr_jax import errors
 from cnr_jax.repository import layout
-from cnr_jax.repository.store import AnyPath
+from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.repository.upkeep.claim import read_writer
 
 
@@ -23,7 +23,8 @@ def check_apart(root: AnyPath, target: AnyPath) -> None:
             "  hint: another folder, on another disk, or a bucket"
         )
     layout.check_is_no_file(target)
-    layout.check_is_root(target)
+    if can(target).cheap_looks:  # else before it is claimed: its service may be away
+        layout.check_is_root(target)
 
 
 def is_free(root: AnyPath) -> bool:

@@ -35,12 +35,17 @@ _SILENT_SECS = 5
 MEETING_SECS = 0.2
 # What says nothing about an object: the service did not answer, or not with what was asked for.
 NO_ANSWER = getattr(errno, "EREMOTEIO", errno.EPROTO)
-# What is said where a client tells of no code, and what to do if not what else there is to do.
+# Where a client asks for keys if it is given none, and what it says of a request without a code;
+# the fact, and the name of its hint among those of the service.
+_ASKS_FOR_KEYS = re.compile(r"://(169\.254\.|metadata\.google\.internal)")
+_NO_KEYS = "no keys were found", "NoKeys"
 _WITHOUT_CODE = {
     "InvalidCertificate(": (
         "no connection, as the certificate of the service is not known",
-        "set AWS_CA_BUNDLE to a file with the certificates of its authority",
+        "InvalidCertificate",
     ),
+    "without LOCATION": ("answer 301", "301"),
+    "Could not parse path": ("no object can be called so", "Name"),
     "dns error": ("no connection, as no host has this name", ""),
     "kind: Connect": ("no connection", ""),
     "kind: Timeout": ("no answer in time", ""),
@@ -209,11 +214,12 @@ def _store_error(text: str, where: str, service: Any) -> StoreError:
         r"\(code: ([\w.]+)\)",
     )
     codes = [found[1] for form in forms if (found := re.search(form, text))]
-    if not codes:
-        fact, hint = next(to for said, to in _WITHOUT_CODE.items() if said in text)
-        return StoreError(
-            NO_ANSWER, f"{fact}; hint: {hint or service.OTHER_HINT}", where
-        )
+    is_of_keys = _ASKS_FOR_KEYS.search(text) is not None
+    if is_of_keys or not codes:
+        known = (to for said, to in _WITHOUT_CODE.items() if said in text)
+        fact, hint = _NO_KEYS if is_of_keys else next(known)
+        said = f"{fact}; hint: {service.HINTS.get(hint, service.OTHER_HINT)}"
+        return StoreError(NO_ANSWER, said, where)
     hints = (service.HINTS[code] for code in reversed(codes) if code in service.HINTS)
     fact = f"answer {' '.join(codes)}; hint: {next(hints, service.OTHER_HINT)}"
     if {"401", "403", "AccessDenied"} & {*codes}:

@@ -30,6 +30,8 @@ HINTS = {
     "401": _RIGHTS_HINT,
     "SlowDown": "the service asks for fewer requests: let fewer programs use it at a time",
     "429": "the service asks for fewer requests: let fewer programs use it at a time",
+    "NoKeys": "gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "Name": "call the root otherwise",
 }
 OTHER_HINT = (
     "is the service up, and are there credentials? What is saved is there still"

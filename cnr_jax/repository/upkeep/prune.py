@@ -266,7 +266,8 @@ def claimed(
             f"{who}: nothing was {not_done}\n  got {got}\n  hint: {hint}",
             kind="writer_busy",
         )
-    writer = RootWriter(lambda: True, adopts=True)
+    single = before is not None and before.single
+    writer = RootWriter(lambda: True, adopts=True, single=single)
     with writer.for_a_while():
         writer.open(root, item)
         if before is not None and not is_dead:

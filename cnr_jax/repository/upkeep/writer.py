@@ -66,7 +66,8 @@ class RootWriter:
     Args:
         is_first: whether this is the first process; asked once the item is known.
         adopts: whether steps of plain Orbax count.
-        single: whether it is not tried that two writers are told apart, as there is one.
+        single: whether it is not tried that two writers are told apart, as there is one; noted in
+            the claim.
 
     Attributes:
         adopts: the same.
@@ -100,6 +101,7 @@ class RootWriter:
     ) -> None:
         self._is_first, self._single, self.adopts = is_first, single, adopts
         self.root: AnyPath | None = None
+        self._far = ""
         self.is_step: Callable[[str], bool] | None = None
         self.remover: Remover | None = None
         self.place: Place | None = None
@@ -122,10 +124,21 @@ class RootWriter:
         self._named: frozenset[str] = frozenset()
         self._removed: set[str] = set()
 
-    def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
-        """Saves go to this root, if there are any; to which item is said later."""
+    def bind(
+        self,
+        root: AnyPath,
+        is_step: Callable[[str], bool] | None = None,
+        far: str = "",
+    ) -> None:
+        """Saves go to this root, if there are any; to which item is said later.
+
+        Args:
+            root: of the manager.
+            is_step: as the attribute.
+            far: where a mirror copies what is saved, if this is a near root; noted in the claim.
+        """
         self.remover = Remover(root) if can(root).renames else None
-        self.root, self.is_step = root, is_step
+        self.root, self.is_step, self._far = root, is_step, far
 
     def open(self, root: AnyPath, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -151,7 +164,8 @@ class RootWriter:
         """Saves go to this item of this root from now on."""
         if self.root is None:
             self.bind(root)
-        self._claim, self._lock = Claim(root), WritingLock(root)
+        self._claim = Claim(root, single=self._single, far=self._far)
+        self._lock = WritingLock(root)
         self._unfinished = Unfinished(root, self.remover)
         self.writes = self._is_first()
         # Last: it says that all is there.
