@@ -764,9 +764,7 @@ def test_a_step_of_a_root_is_no_root(tiny_run: Any, root: epath.Path) -> None:
     before = {name: names_in(root / name) for name in ("0", "1")}
     for inner in (root / "1", root / "1" / item):
         for call in (run.open, cnr.verify, cnr.describe):
-            with pytest.raises(
-                errors.OptionError, match="a step of the root"
-            ):
+            with pytest.raises(errors.OptionError, match="a step of the root"):
                 call(str(inner))
     assert {name: names_in(root / name) for name in ("0", "1")} == before
 

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 # How often a root is looked at for new steps.
 _LOOK_SECS = 2.0
+SingleWriter = Annotated[
+    bool,
+    typer.Option(
+        "--single-writer", help="Copy to a service that ignores conditions of puts."
+    ),
+]
 
 
 def mirror(
@@ -39,13 +45,7 @@ def mirror(
         int | None,
         number_option("--bytes-per-sec", "Bytes that are written in a second."),
     ] = None,
-    single_writer: Annotated[
-        bool,
-        typer.Option(
-            "--single-writer",
-            help="Copy to a service that ignores the conditions of puts.",
-        ),
-    ] = False,
+    single_writer: SingleWriter = False,
     writer_is_dead: Annotated[
         bool,
         typer.Option("--writer-is-dead", help="Whoever saved to either has ended."),

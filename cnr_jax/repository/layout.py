@@ -16,6 +16,7 @@ from cnr_jax.format import names
 from cnr_jax.repository.store import (
     REMOTE,
     AnyPath,
+    asking_once,
     can,
     exists,
     is_directory,
@@ -178,17 +179,21 @@ def check_is_root(root: AnyPath) -> None:
         OptionError: if it is, or an item of such a step.
         OSError: if that cannot be seen.
     """
-    if not is_directory(root):
-        return
     # Orbax leaves a file in each step: a root costs two looks, however many steps it has. In a
-    # bucket the listing answers them, where that is kept.
-    if exists(root / names.ORBAX_METADATA):
-        step, held = root, [root / name for name in names_in(root)]
-    elif exists(root / names.MANIFEST) and exists(root.parent / names.ORBAX_METADATA):
-        step, held = root.parent, [root]
-    else:
-        return
-    if any(exists(item / names.MANIFEST) for item in held):
+    # bucket its listing answers them: who may not list all may not ask for what is not there.
+    with asking_once():
+        if not is_directory(root):
+            return
+        if exists(root / names.ORBAX_METADATA):
+            step, held = root, [root / name for name in names_in(root)]
+        elif exists(root / names.MANIFEST) and exists(
+            root.parent / names.ORBAX_METADATA
+        ):
+            step, held = root.parent, [root]
+        else:
+            return
+        is_step = any(exists(item / names.MANIFEST) for item in held)
+    if is_step:
         raise errors.OptionError(
             f"{os.fspath(root)} is a step of the root {os.fspath(step.parent)}\n"
             "  got a folder that holds a checkpoint, expected the folder that holds all steps"
