@@ -259,7 +259,8 @@ class CheckpointManager(ocp.CheckpointManager):
             restart_secs: seconds of a restart, which nothing measures.
 
         Returns:
-            The profile, for `cnr_jax.advise`; None: fewer than five saves tell of train steps.
+            The profile, for `cnr_jax.advise`; None: fewer than four saves have timed the train
+            steps before them.
         """
         return self._saves.meter.found.profile(restart_secs)
 

@@ -92,7 +92,7 @@ class Profile:
             measured it grows with their number, as where bandwidth is the limit.
         plain_write: as `write`, for plain full saves, whose bytes nobody encodes; None: as for
             ours.
-        node_secs: seconds for which each node beyond the first makes a save hold training up
+        node_secs: seconds for which each node beyond `processes` makes a save hold training up
             longer, as nodes wait for each other.
         processes: nodes that `blocking` was measured with, whose waits are part of it.
     """
