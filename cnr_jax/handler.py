@@ -137,20 +137,17 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.interval,
         )
 
-    def serve_manager(
-        self, root: Any, is_step: Callable[[str], bool] | None, far: str
-    ) -> None:
+    def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
         """Saves go to this root, by a manager that keeps parents and says how each save ended.
 
         Args:
             root: of the manager.
             is_step: tells names of its step directories; None: all that end in a digit.
-            far: where its mirror is, if this is a near root; else empty.
         """
         if self.options.metrics:
             check_can_append(root)
         self.channel.name = f"saves in {root.name}"
-        self.writer.bind(root, is_step, far)
+        self.writer.bind(root, is_step)
         self._planner.guarded = self.lifecycle.managed = True
 
     def open(self, root: Any, item: str) -> Ledger:

@@ -130,7 +130,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 full_bytes=handler.widening.stored_bytes,
             )
         self._channel, self._root = handler.channel, ExactPath(tiers.root)
-        handler.serve_manager(self._root, is_step, tiers.far)
+        handler.serve_manager(self._root, is_step)
         self._mirror = handler.lifecycle.mirror = tiers.mirror(options, is_step, item)
         handler.lifecycle.near_problem = tiers.problem
         policy = tiers.policy(options, self._is_far)

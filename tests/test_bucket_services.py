@@ -336,7 +336,7 @@ def test_that_no_keys_are_found_is_said() -> None:
                 assert service.HINTS["NoKeys"] in str(found), text
 
 
-@each_of("url", ["s3://bucket/../run", "gs://bucket/a/./run", "s3://bucket/run/.."])
+@each_of("url", ["s3://bucket/../run", "gs://bucket/a/../run", "s3://bucket/run/.."])
 def test_urls_with_dots_are_no_roots(url: str) -> None:
     with pytest.raises(errors.OptionError, match="no object of a bucket is called so"):
         cnr.verify(url)

@@ -733,7 +733,7 @@ def test_a_service_that_ignores_conditions_is_refused(
     os.environ.get("CNR_S3_SERVER") == "seaweedfs",
     reason="it checks signatures, which are of the headers that the proxy leaves out, too",
 )
-def test_who_stands_in_for_a_single_writer_is_told_by_its_claim(
+def test_commands_are_told_that_there_is_one_writer(
     tiny_run: Any, root: epath.Path, proxy: Proxy, tmp_path: Path
 ) -> None:
     run = tiny_run()
@@ -741,7 +741,10 @@ def test_who_stands_in_for_a_single_writer_is_told_by_its_claim(
     with run.open(str(root), single_writer=True, policy=cnr.Full()) as manager:
         run.run(manager, range(4))
     for keep in (3, 2):
-        cnr.prune(str(root), keep=keep, delete=True, writer_is_dead=True)
+        told: Any = {"writer_is_dead": True, "delete": True, "keep": keep}
+        with pytest.raises(errors.OptionError, match="or --single-writer"):
+            cnr.prune(str(root), **told)
+        cnr.prune(str(root), single_writer=True, **told)
         left = [name for name in names_in(root) if name.isdigit()]
         assert left == [str(step) for step in range(4 - keep, 4)]
     run = tiny_run()
@@ -752,7 +755,12 @@ def test_who_stands_in_for_a_single_writer_is_told_by_its_claim(
     with run.open(tmp_path) as manager:
         run.restore(manager, None)
         run.run(manager, [2])
-    assert cnr.mirror(tmp_path, str(far)).copied_steps == 1
+    with pytest.raises(errors.OptionError, match="or --single-writer"):
+        cnr.mirror(tmp_path, str(far))
+    assert cnr.mirror(tmp_path, str(far), single_writer=True).copied_steps == 1
+    again: Any = {"single_writer": True, "writer_is_dead": True}
+    assert cnr.mirror(tmp_path, str(far), repair=True, **again).problems == ()
+    assert cnr.compact(str(far), **again).is_done
     assert cnr.verify(str(far)) == ()
 
 

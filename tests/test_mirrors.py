@@ -202,6 +202,20 @@ def test_what_a_restore_finds_damaged_is_mended(
     assert cnr.verify(root) == ()
 
 
+def test_a_single_writer_saves_after_its_mirror_has_mended_a_step(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    options = {"mirror": str(far), "single_writer": True, "policy": cnr.Full()}
+    with run.open(root, **options) as manager:
+        run.run(manager, range(2))
+        caught_up(manager)
+        flip(root, files_of(root, "1")[0])
+        run.restore(manager, 1)
+        run.run(manager, [2, 3])
+        assert manager.latest_step() == 3
+
+
 def test_a_step_that_is_damaged_in_both_is_passed_over(
     tiny_run: Any, root: Path, tmp_path: Path
 ) -> None:

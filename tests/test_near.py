@@ -17,10 +17,21 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.store import LocalStore, store_of
 
+from .bucket_proxy import Proxy
 from .conftest import each_of
-from .test_mirrors import caught_up, far, harm, line_of, root, started, steps_in, until
+from .test_mirrors import (
+    caught_up,
+    far,
+    harm,
+    line_of,
+    proxied,
+    root,
+    started,
+    steps_in,
+    until,
+)
 
-__all__ = ["far", "root"]  # fixtures
+__all__ = ["far", "proxied", "root"]  # fixtures
 
 
 @pytest.fixture
@@ -240,12 +251,57 @@ def test_a_near_root_of_the_run_of_another_root_is_refused_for_an_empty_one(
         run.restore(manager, None)
         run.run(manager, [2])
     assert steps_in(fresh) == ["0", "1", "2"]
+    # So it is for what has come near and was not gone on with.
+    shutil.rmtree(near)
+    with run.open(str(fresh), near=near):
+        assert "2" in steps_in(near)
+    with pytest.raises(errors.UsedRootError, match="of another root"):
+        run.open(str(far.parent / "third"), near=near)
     # Whose root was emptied goes on from what is near.
     store_of(fresh).remove_tree(fresh)
     with run.open(str(fresh), near=near) as manager:
         run.restore(manager, None)
         caught_up(manager)
     assert steps_in(fresh) == ["0", "1", "2"]
+
+
+def test_a_root_that_cannot_be_seen_is_not_taken_for_that_of_what_is_near(
+    tiny_run: Any, near: Path, root: Path, proxied: tuple[Proxy, str]
+) -> None:
+    run, (proxy, url) = tiny_run(), proxied
+    with run.open(root, near=near) as manager:
+        run.run(manager, [0])
+    proxy.harm = lambda *_: 403
+    with pytest.raises(errors.RootError, match="answer 403"):
+        run.open(url, near=near)
+    proxy.harm = lambda *_: None
+    with pytest.raises(errors.UsedRootError, match="of another root"):
+        run.open(url, near=near)
+
+
+def test_the_root_of_what_is_near_may_have_several_paths(
+    tiny_run: Any, near: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    run = tiny_run()
+    with run.open(tmp_path / "link/run", near=near) as manager:
+        run.run(manager, [0])
+    shutil.rmtree(tmp_path / "disk/run")
+    with run.open(tmp_path / "disk/run", near=near) as manager:
+        run.restore(manager, None)
+        caught_up(manager)
+    assert steps_in(tmp_path / "disk/run") == ["0"]
+
+
+def test_a_step_of_another_root_is_no_root_of_what_is_near(
+    tiny_run: Any, near: Path, far: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(far)) as manager:
+        run.run(manager, [0])
+    with pytest.raises(errors.OptionError, match="is a step of the root"):
+        run.open(str(far / "0"), near=near)
 
 
 @pytest.mark.parametrize(

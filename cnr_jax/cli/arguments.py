@@ -87,6 +87,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 WriterIsDead = Annotated[
     bool, typer.Option("--writer-is-dead", help="Whoever saved here last has ended.")
 ]
+SingleWriter = Annotated[
+    bool,
+    typer.Option(
+        "--single-writer",
+        help="Nobody else writes there: the store may ignore conditions.",
+    ),
+]
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
 ]

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root, StepOption, WriterIsDead
+from cnr_jax.cli.arguments import (
+    AsJson,
+    Item,
+    Root,
+    SingleWriter,
+    StepOption,
+    WriterIsDead,
+)
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -18,6 +25,7 @@ def compact(
         bool, typer.Option("--dry-run", help="Only tell what would be merged.")
     ] = False,
     writer_is_dead: WriterIsDead = False,
+    single_writer: SingleWriter = False,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
@@ -40,7 +48,7 @@ def compact(
         restore_secs=profile.reading.of if profile else None,
     )
     if not dry_run:
-        plan = plan.execute(writer_is_dead=writer_is_dead)
+        plan = plan.execute(writer_is_dead=writer_is_dead, single_writer=single_writer)
     if as_json:
         print_json("compact", plan.asdict())
     else:

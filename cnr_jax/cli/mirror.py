@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root, number_option
+from cnr_jax.cli.arguments import AsJson, Item, Root, SingleWriter, number_option
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 
 # How often a root is looked at for new steps.
 _LOOK_SECS = 2.0
-SingleWriter = Annotated[
-    bool,
-    typer.Option(
-        "--single-writer", help="Copy to a service that ignores conditions of puts."
-    ),
-]
 
 
 def mirror(

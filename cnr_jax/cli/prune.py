@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from cnr_jax.cli.arguments import AsJson, Item, Root, WriterIsDead, number_option
+from cnr_jax.cli.arguments import (
+    AsJson,
+    Item,
+    Root,
+    SingleWriter,
+    WriterIsDead,
+    number_option,
+)
 from cnr_jax.cli.exit_codes import Exit, print_json
 from cnr_jax.cli.printing import print_lines
 
@@ -25,6 +32,7 @@ def prune(
         bool, typer.Option("--yes", help="Delete; without it nothing is changed.")
     ] = False,
     writer_is_dead: WriterIsDead = False,
+    single_writer: SingleWriter = False,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
@@ -42,6 +50,7 @@ def prune(
         delete=yes,
         other_runs=other_runs,
         writer_is_dead=writer_is_dead,
+        single_writer=single_writer,
         item=item,
     )
     if as_json:

@@ -71,6 +71,8 @@ CATALOGUE = "cnr_jax.catalogue.json"
 METRICS = "cnr_jax.metrics.jsonl"
 # In the root: what the newest saves took, as their manager has measured it; advice.
 MEASUREMENTS = "cnr_jax.measurements.json"
+# In a near root: the root that its steps are copied to.
+FAR = "cnr_jax.far.txt"
 
 # The forms of names, to be matched as a whole: a root is a folder of the user's too, in which
 # other names may contain ours, or begin or end with them. ASCII digits only; "." is any character.
@@ -97,7 +99,7 @@ _FOLDERS = {
 }
 _OWN = re.compile(r"manifest\.json|manifest\.p[0-9]{5,}\.json|rows\.p[0-9]{5,}")
 _PROCESS_MANIFEST = re.compile(r"manifest\.p[0-9]{5,}\.json")
-_REPLACED = (WRITER, SUSPECTS, MEASUREMENTS)
+_REPLACED = (WRITER, SUSPECTS, MEASUREMENTS, FAR)
 _FILES = {MANIFEST, WRITER_LOCK, CATALOGUE, *_REPLACED, *OF_STEP}
 _REPLACING = re.compile(
     rf"(?:{'|'.join(map(re.escape, _REPLACED))})\.[0-9a-f]{{8}}\.tmp"

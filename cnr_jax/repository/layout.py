@@ -96,11 +96,11 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
             f"{text!r} is no root: it names no bucket\n"
             f"  expected {scheme[1]}://BUCKET or {scheme[1]}://BUCKET/FOLDER"
         )
-    if {".", ".."} & {*text.split("/")}:
+    if ".." in text.split("/"):
         raise errors.OptionError(
             f"{text!r} is no root: no object of a bucket is called so\n"
-            "  got '.' or '..' in it, expected names of folders\n"
-            "  hint: the URL without them"
+            "  got '..' in it, expected names of folders\n"
+            "  hint: the URL without it"
         )
     found = epath.Path(text)
     store_of(found).forget_listings()
@@ -184,7 +184,8 @@ def check_is_root(root: AnyPath) -> None:
     with asking_once():
         if not is_directory(root):
             return
-        if exists(root / names.ORBAX_METADATA):
+        # Of a step of which parts are gone, what commits it may be left.
+        if any(exists(root / name) for name in (names.ORBAX_METADATA, names.ATTEMPT)):
             step, held = root, [root / name for name in names_in(root)]
         elif exists(root / names.MANIFEST) and exists(
             root.parent / names.ORBAX_METADATA
@@ -197,7 +198,7 @@ def check_is_root(root: AnyPath) -> None:
         raise errors.OptionError(
             f"{os.fspath(root)} is a step of the root {os.fspath(step.parent)}\n"
             "  got a folder that holds a checkpoint, expected the folder that holds all steps"
-            f"\n  hint: {os.fspath(step.parent)!r}, and restore({step.name})"
+            f"\n  hint: {os.fspath(step.parent)!r}, and restore({names.step_number(step.name)})"
         )
 
 

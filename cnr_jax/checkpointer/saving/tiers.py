@@ -13,7 +13,7 @@ from cnr_jax import errors
 from cnr_jax.options import Options
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.mirroring.mirror import Mirror
-from cnr_jax.repository.mirroring.near import empty_into, lacking_room, meet
+from cnr_jax.repository.mirroring.near import empty_into, lacking_room, meet, note_far
 from cnr_jax.repository.mirroring.places import check_apart
 from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.texts import logger
@@ -36,11 +36,6 @@ class Tiers:
     target: AnyPath | None = None
     is_near: bool = False
     problem: str = ""
-
-    @property
-    def far(self) -> str:
-        """The root of the run, if saves are committed in a near one; else empty."""
-        return os.fspath(self.target) if self.target and self.is_near else ""
 
     def mirror(
         self,
@@ -129,6 +124,7 @@ def tiers_of(
     meet(near, far, is_step, item)
     problem = lacking_room(near, far, full_bytes(), is_step, item)
     if not problem:
+        note_far(near, far)
         return Tiers(near, far, is_near=True)
     _log.warning(
         "%s: saves go to %s directly; give it more room, as by docker run --shm-size",

@@ -102,7 +102,9 @@ class CompactionPlan:
             lines.append(f"written in {self.secs:.1f} s: {self.merged_directory}")
         return "\n".join(lines)
 
-    def execute(self, *, writer_is_dead: bool = False) -> CompactionPlan:
+    def execute(
+        self, *, writer_is_dead: bool = False, single_writer: bool = False
+    ) -> CompactionPlan:
         """Merges the chain, and removes the step that the merged one stands for.
 
         What the step rested on stays, for the steps that rest on it and as steps of their own:
@@ -110,6 +112,7 @@ class CompactionPlan:
 
         Args:
             writer_is_dead: as of `prune`.
+            single_writer: the same.
 
         Returns:
             The plan as it was done.
@@ -126,7 +129,11 @@ class CompactionPlan:
         with (
             as_root_errors(root, "merged"),
             claimed(
-                root, self.item, writer_is_dead=writer_is_dead, not_done="merged"
+                root,
+                self.item,
+                writer_is_dead=writer_is_dead,
+                single_writer=single_writer,
+                not_done="merged",
             ) as (writer, ledger),
         ):
             for name in self.replaced:
@@ -245,6 +252,7 @@ def compact(
     *,
     step: int | None = None,
     writer_is_dead: bool = False,
+    single_writer: bool = False,
     item: str | None = None,
 ) -> CompactionPlan:
     """Merges the chain of a step into one full checkpoint that stands for it; needs no state.
@@ -258,6 +266,7 @@ def compact(
         root: directory of the checkpoints.
         step: as of `plan_compaction`.
         writer_is_dead: as of `prune`.
+        single_writer: the same.
         item: as of `plan_compaction`.
 
     Returns:
@@ -267,7 +276,7 @@ def compact(
         CnrError: as `plan_compaction`, and `CompactionPlan.execute`.
     """
     plan = plan_compaction(root, step=step, item=item)
-    return plan.execute(writer_is_dead=writer_is_dead)
+    return plan.execute(writer_is_dead=writer_is_dead, single_writer=single_writer)
 
 
 def _dense_bytes(entry: Entry) -> int:

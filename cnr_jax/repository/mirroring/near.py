@@ -6,6 +6,7 @@ Nothing leaves it that is not committed far.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,25 @@ from cnr_jax.repository.causes import in_one_line
 from cnr_jax.repository.description import amount
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
+from cnr_jax.repository.layout import check_is_root, lies_in, open_root
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.places import is_free
 from cnr_jax.repository.step import read_manifest
-from cnr_jax.repository.store import AnyPath, exists, store_of, sync_directory
-from cnr_jax.repository.upkeep.claim import read_writer
+from cnr_jax.repository.store import (
+    AnyPath,
+    can,
+    exists,
+    make_root,
+    read_small,
+    replace_durably,
+    store_of,
+    sync_directory,
+)
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
+# As long as a path can be, and longer.
+_MOST_BYTES = 1 << 16
 
 
 def lacking_room(
@@ -91,17 +103,18 @@ def meet(
 
     Raises:
         UsedRootError: if the far root is empty, and what lies near is of another one's run.
+        OptionError: if the far root is a step of another root.
+        OSError: if what lies near is of another root's run, maybe, and the far root cannot be seen.
     """
+    item = item or (find_item(near) if exists(near) else None)
+    held = Ledger.load(near, item, is_step) if item is not None else Ledger()
+    _check_goes_to(near, far, held, is_step, item)
     try:
-        item = item or (find_item(near) if exists(near) else None)
-        if item is None:
-            return
-        held = Ledger.load(near, item, is_step)
-        theirs = Ledger.load(far, item, is_step)
-        if theirs.newest() is None:
-            _check_goes_to(near, far, held)
-        _set_strays_aside(near, far, item, held, theirs)
-    except errors.UsedRootError:
+        if not can(far).cheap_looks:  # else its mirror looks
+            check_is_root(far)
+        if item is not None and held.committed():
+            _set_strays_aside(near, far, item, held, Ledger.load(far, item, is_step))
+    except errors.OptionError:
         raise
     except (errors.CnrError, OSError) as error:
         _log.warning(
@@ -111,25 +124,65 @@ def meet(
         )
 
 
-def _check_goes_to(near: AnyPath, far: AnyPath, held: Ledger) -> None:
+def note_far(near: AnyPath, far: AnyPath) -> None:
+    """Notes near which root its steps are copied to, so that they do not come to another one.
+
+    Raises:
+        OSError: if that cannot be stored.
+    """
+    if _noted_far(near) != os.fspath(far):
+        make_root(near)
+        replace_durably(near / names.FAR, os.fsencode(f"{os.fspath(far)}\n"))
+
+
+def _noted_far(near: AnyPath) -> str:
+    """The root that is noted near; empty: none is."""
+    try:
+        return os.fsdecode(read_small(near / names.FAR, _MOST_BYTES)).rstrip("\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def _check_goes_to(
+    near: AnyPath,
+    far: AnyPath,
+    held: Ledger,
+    is_step: Callable[[str], bool] | None,
+    item: str | None,
+) -> None:
     """Makes sure that what lies near is not to be copied to another root than this one.
 
-    The claim of who saved near tells. Where this one holds steps, these tell of which run it is.
+    Where this one holds steps, these tell of which run it is.
 
     Raises:
         UsedRootError: if it is.
+        OSError: if that cannot be seen.
     """
-    steps, writer = [each.step for each in held.committed()], read_writer(near)
+    steps, noted = [each.step for each in held.committed()], _noted_far(near)
     here, there = os.fspath(near), os.fspath(far)
-    if not steps or writer is None or writer.far in ("", there):
+    if not steps or not noted or item is None or _is_same(noted, far):
         return
+    if exists(far) and Ledger.load(far, item, is_step).directories():
+        return
+    copied = f"cnr-jax mirror {shlex.quote(here)} {shlex.quote(there)}"
     raise errors.UsedRootError(
         f"{here} holds steps of the run of another root\n"
-        f"  got steps for {writer.far}, up to step {max(steps)}; expected steps for {there},"
+        f"  got steps for {noted}, up to step {max(steps)}; expected steps for {there},"
         " which holds none\n"
         "  hint: another folder for near; or delete this one, if nobody needs its steps; to go on"
-        f" with that run here, copy them first: cnr-jax mirror {here} {there}"
+        f" with that run here, copy them first: {copied}"
     )
+
+
+def _is_same(noted: str, far: AnyPath) -> bool:
+    """Whether a root that was noted is this one, maybe by another path."""
+    if noted == os.fspath(far):
+        return True
+    try:
+        other = open_root(noted)
+        return lies_in(other, far) and lies_in(far, other)
+    except errors.OptionError:
+        return False
 
 
 def _set_strays_aside(

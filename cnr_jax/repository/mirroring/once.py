@@ -29,8 +29,8 @@ def mirror(
     keep: int | None = None,
     repair: bool = False,
     bytes_per_sec: int | None = None,
-    single_writer: bool = False,
     writer_is_dead: bool = False,
+    single_writer: bool = False,
     item: str | None = None,
     follows: Callable[[MirrorReport], bool] | None = None,
 ) -> MirrorReport:
@@ -48,10 +48,10 @@ def mirror(
             replaced by those of the other. This reads every byte of both, and no program may save
             to either.
         bytes_per_sec: that are written at most; None: no limit.
-        single_writer: whether the mirror may be where the conditions of puts are ignored, as no
-            other program writes there; noted in it, so that later calls need not say it.
         writer_is_dead: for `repair`: the managers that saved to either have ended, though that
             cannot be seen.
+        single_writer: whether either may be where the conditions of puts are ignored, as of
+            `Options`.
         item: of each step; None: the one that holds a checkpoint of this library.
         follows: called with the report each time that all is copied; whether to look
             for more. None: once.
@@ -84,7 +84,11 @@ def mirror(
     with as_root_errors(target, "mirrored to"):
         if repair:
             if held := held or find_item(target):
-                mended = _repair(path, target, held, problems, writer_is_dead)
+                told = {
+                    "writer_is_dead": writer_is_dead,
+                    "single_writer": single_writer,
+                }
+                mended = _repair(path, target, held, problems, told)
         elif not is_free(target):
             raise errors.WriterError(
                 f"another program copies to {os.fspath(target)}: nothing was copied\n"
@@ -92,14 +96,13 @@ def mirror(
                 "  hint: end it, or mirror to another folder",
                 kind="writer_busy",
             )
-        writer = read_writer(target)
         found = Mirror(
             path,
             target,
             keep=keep,
             bytes_per_sec=bytes_per_sec,
             item=item,
-            single=single_writer or (writer is not None and writer.single),
+            single=single_writer,
         )
     with found.for_a_while():
         while True:
@@ -114,12 +117,11 @@ def mirror(
 
 
 def _repair(
-    root: AnyPath, target: AnyPath, item: str, problems: list[str], is_dead: bool
+    root: AnyPath, target: AnyPath, item: str, problems: list[str], told: Any
 ) -> list[str]:
-    """Mends each of two roots by the other; returns what was mended."""
+    """Mends each of two roots by the other, as `claimed` is told; returns what was mended."""
     check_apart(root, target)
-    mended = list[str]()
-    told: Any = {"writer_is_dead": is_dead, "not_done": "mended"}
+    mended, told = list[str](), {**told, "not_done": "mended"}
     with claimed(root, item, **told) as own, claimed(target, item, **told) as far:
         ledgers = own[1], far[1]
         known = [e for held in ledgers for e in held.committed() if not e.orbax]

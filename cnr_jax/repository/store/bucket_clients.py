@@ -37,7 +37,9 @@ MEETING_SECS = 0.2
 NO_ANSWER = getattr(errno, "EREMOTEIO", errno.EPROTO)
 # Where a client asks for keys if it is given none, and what it says of a request without a code;
 # the fact, and the name of its hint among those of the service.
-_ASKS_FOR_KEYS = re.compile(r"://(169\.254\.|metadata\.google\.internal)")
+_ASKS_FOR_KEYS = re.compile(
+    r"://(169\.254\.(169\.254|170\.2|170\.23)|metadata\.google\.internal)[/:]"
+)
 _NO_KEYS = "no keys were found", "NoKeys"
 _WITHOUT_CODE = {
     "InvalidCertificate(": (

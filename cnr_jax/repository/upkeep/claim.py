@@ -78,8 +78,6 @@ class Writer:
         process: that it is of; its namespaces and so on are not in claims of older versions.
         since: when it claimed the root, in UTC; for people.
         epoch: of the catalogue that is right; empty: of none.
-        single: whether it was told that it is the only one; who stands in for it believes it.
-        far: root that steps of this one, a near one, are copied to; empty: it is none.
     """
 
     id: str
@@ -87,8 +85,6 @@ class Writer:
     since: str
     aside: Aside | None = None
     epoch: str = ""
-    single: bool = False
-    far: str = ""
 
     def __str__(self) -> str:
         place = _claimed_at.get(self.id)
@@ -175,8 +171,6 @@ def _read_writer(root: AnyPath) -> tuple[Writer | None, Any]:
             since=fields.text("since"),
             aside=_read_aside(fields.child("aside")) if fields.has("aside") else None,
             epoch=fields.hexadecimal("epoch", 32) if fields.has("epoch") else "",
-            single=fields.boolean("single") if fields.has("single") else False,
-            far=fields.text("far") if fields.has("far") else "",
         )
         if not fields.problems:
             return writer, version
@@ -232,16 +226,10 @@ def _read_aside(fields: Fields) -> Aside:
 
 
 class Claim:
-    """The claim of one manager on a root, from its first save on.
+    """The claim of one manager on a root, from its first save on."""
 
-    Args:
-        root: that is claimed.
-        single: noted in it, see `Writer`.
-        far: the same.
-    """
-
-    def __init__(self, root: AnyPath, *, single: bool = False, far: str = "") -> None:
-        self._root, self._single, self._far = root, single, far
+    def __init__(self, root: AnyPath) -> None:
+        self._root = root
         self._own: Writer | None = None
         self._other: Writer | None = None
         # Of the claim as it was read or written last: nobody else may have written it since.
@@ -270,8 +258,6 @@ class Claim:
             since=_now(),
             aside=before.aside if before else None,
             epoch=self._new_epoch(),
-            single=self._single,
-            far=self._far,
         )
         self._write(own)
         _claimed_at[own.id] = calling_line()
@@ -330,8 +316,7 @@ class Claim:
     def withdraw(self) -> None:
         """Leaves the root to whom this stood in for, else to nobody.
 
-        To nobody not where the claim alone says that something is moved aside, or that there is one
-        writer.
+        To nobody not where something is moved aside: it is noted in the claim alone.
 
         Raises:
             WriterError: if another manager has claimed it meanwhile.
@@ -347,7 +332,7 @@ class Claim:
                 )
                 self._write(back)
             self._own = None
-        elif own.aside is None and not own.single:
+        elif own.aside is None:
             store_of(self._root).remove_file(self._root / names.WRITER)
             self._own = None
 
@@ -398,9 +383,8 @@ class Claim:
     def _write(self, own: Writer) -> None:
         document: dict[str, Any] = {"about": _ABOUT, **dataclasses.asdict(own)}
         told = document.pop("process")
-        for key in ("epoch", "single", "far"):
-            if not document[key]:
-                del document[key]
+        if not own.epoch:
+            del document["epoch"]
         document |= {key: value for key, value in told.items() if value is not None}
         data = json.dumps(document, indent=1, sort_keys=True) + "\n"
         path = self._root / names.WRITER

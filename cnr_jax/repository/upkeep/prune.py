@@ -116,6 +116,7 @@ def prune(
     delete: bool = False,
     other_runs: bool = False,
     writer_is_dead: bool = False,
+    single_writer: bool = False,
     item: str | None = None,
 ) -> PrunePlan:
     """Tells which steps of a root are superfluous, and deletes them if that is asked for.
@@ -145,6 +146,8 @@ def prune(
             be seen: it ran on another host, in another container, before this machine was booted,
             or in this very process; or it was of an older version, or there is no `/proc`. If it
             has not ended, it still has the root afterwards.
+        single_writer: whether the root may be where the conditions of puts are ignored, as of
+            `Options`.
         item: of each step; None: the one that holds a checkpoint of this library.
 
     Returns:
@@ -181,7 +184,9 @@ def prune(
         if not delete:
             fates = fates_in(Ledger.load(path, held, adopts=True))
             return PrunePlan(root=os.fspath(path), fates=fates)
-        with claimed(path, held, writer_is_dead=writer_is_dead) as (writer, ledger):
+        with claimed(
+            path, held, writer_is_dead=writer_is_dead, single_writer=single_writer
+        ) as (writer, ledger):
             fates = fates_in(ledger)
             going = [fate.name for fate in fates if not fate.stays]
             steps = children_first(ledger, (n for n in going if n in ledger.entries))
@@ -225,7 +230,12 @@ def item_of(root: store.AnyPath, item: str | None) -> str:
 
 @contextlib.contextmanager
 def claimed(
-    root: store.AnyPath, item: str, *, writer_is_dead: bool, not_done: str = "deleted"
+    root: store.AnyPath,
+    item: str,
+    *,
+    writer_is_dead: bool,
+    single_writer: bool,
+    not_done: str = "deleted",
 ) -> Iterator[tuple[RootWriter, Ledger]]:
     """The writer of a root that nobody else saves to meanwhile, and what is in the root.
 
@@ -233,6 +243,7 @@ def claimed(
         root: that is claimed.
         item: of its steps.
         writer_is_dead: the manager that saved there last has ended, whatever is seen of it.
+        single_writer: it is not tried that two writers are told apart.
         not_done: what was done to nothing if it is refused.
 
     Raises:
@@ -266,8 +277,7 @@ def claimed(
             f"{who}: nothing was {not_done}\n  got {got}\n  hint: {hint}",
             kind="writer_busy",
         )
-    single = before is not None and before.single
-    writer = RootWriter(lambda: True, adopts=True, single=single)
+    writer = RootWriter(lambda: True, adopts=True, single=single_writer)
     with writer.for_a_while():
         writer.open(root, item)
         if before is not None and not is_dead:

@@ -62,7 +62,7 @@ def _ignored(root: AnyPath, condition: str) -> errors.OptionError:
         f"  got an object that was replaced {condition}, expected this to be refused\n"
         "  hint: save to a service that keeps If-None-Match and If-Match; or, if never two"
         " programs save there at a time, Options(single_writer=True); single_writer=True of"
-        " cnr_jax.mirror, or --single-writer of the command",
+        " prune, compact and mirror, or --single-writer of the commands",
         kind="no_conditions",
         path=where,
     )

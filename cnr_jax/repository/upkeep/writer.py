@@ -66,8 +66,7 @@ class RootWriter:
     Args:
         is_first: whether this is the first process; asked once the item is known.
         adopts: whether steps of plain Orbax count.
-        single: whether it is not tried that two writers are told apart, as there is one; noted in
-            the claim.
+        single: whether it is not tried that two writers are told apart, as there is one.
 
     Attributes:
         adopts: the same.
@@ -101,7 +100,6 @@ class RootWriter:
     ) -> None:
         self._is_first, self._single, self.adopts = is_first, single, adopts
         self.root: AnyPath | None = None
-        self._far = ""
         self.is_step: Callable[[str], bool] | None = None
         self.remover: Remover | None = None
         self.place: Place | None = None
@@ -124,21 +122,10 @@ class RootWriter:
         self._named: frozenset[str] = frozenset()
         self._removed: set[str] = set()
 
-    def bind(
-        self,
-        root: AnyPath,
-        is_step: Callable[[str], bool] | None = None,
-        far: str = "",
-    ) -> None:
-        """Saves go to this root, if there are any; to which item is said later.
-
-        Args:
-            root: of the manager.
-            is_step: as the attribute.
-            far: where a mirror copies what is saved, if this is a near root; noted in the claim.
-        """
+    def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
+        """Saves go to this root, if there are any; to which item is said later."""
         self.remover = Remover(root) if can(root).renames else None
-        self.root, self.is_step, self._far = root, is_step, far
+        self.root, self.is_step = root, is_step
 
     def open(self, root: AnyPath, item: str) -> Ledger:
         """Reads what the root holds; later calls return the same ledger.
@@ -164,8 +151,7 @@ class RootWriter:
         """Saves go to this item of this root from now on."""
         if self.root is None:
             self.bind(root)
-        self._claim = Claim(root, single=self._single, far=self._far)
-        self._lock = WritingLock(root)
+        self._claim, self._lock = Claim(root), WritingLock(root)
         self._unfinished = Unfinished(root, self.remover)
         self.writes = self._is_first()
         # Last: it says that all is there.
@@ -292,7 +278,14 @@ class RootWriter:
         return ledger
 
     def stand_in(self, other: Writer, *, alone: bool) -> None:
-        """Lets `claim` leave the root to a manager that may still be running; see `Claim`."""
+        """Lets `claim` leave the root to a manager that may still be running; see `Claim`.
+
+        Raises:
+            WriterError: if somebody else has claimed the root meanwhile.
+            OptionError: if its store cannot tell writers apart.
+        """
+        if not self._single:
+            check_conditions(self._known()[0])
         self._before = other
         self._claim.stand_in(other, alone=alone)
 
