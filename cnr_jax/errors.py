@@ -111,8 +111,8 @@ class NoStepError(CnrError, FileNotFoundError):
     """There is no such root, no such step in it, or none at all that can be restored.
 
     The text lists the steps that there are, and what is wrong with each. Look at the path, or
-    ask for another step. A manager lists what it saw when it was opened and what it saved;
-    `reload()` looks again, at what another process has saved or deleted since.
+    ask for another step. A manager lists the steps that it saw when you opened it, and those that
+    it saved. `reload()` also finds what another process has saved or deleted since.
 
     Kinds:
         no_root: there is no such folder.
@@ -154,7 +154,7 @@ class ParentMissingError(ChainError, FileNotFoundError):
     If folders were moved or copied, bring the parent back. Otherwise restore another step.
 
     Kinds:
-        foreign_parent: a checkpoint is in the parent's place, and is another one.
+        foreign_parent: another checkpoint is in the parent's place.
     """
 
     kind = "parent_missing"
@@ -163,12 +163,12 @@ class ParentMissingError(ChainError, FileNotFoundError):
 class DependentsExistError(ChainError):
     """A checkpoint cannot be removed or replaced while others depend on it.
 
-    The text names them. Delete these first. In a save: go on with a higher step number, or in
-    another root.
+    The text names the others: delete them first. In a save, go on with a higher step number, or
+    in another root.
 
     Kinds:
-        step_exists: a step, or a folder, with the number of a save is there already. A manager
-            raises it as Orbax's `StepAlreadyExistsError` too, which is a ValueError.
+        step_exists: a step, or a folder, already has the number of the save. The error that a
+            manager raises is Orbax's `StepAlreadyExistsError` too, which is a ValueError.
     """
 
     kind = "dependents_exist"
@@ -226,20 +226,20 @@ class IntegrityError(CnrError):
 
     Kinds:
         file_missing: a file or folder is not there.
-        file_damaged: a file is cut, longer, of another kind, or its digest differs.
+        file_damaged: a file is cut, longer or of another kind, or its digest differs.
         file_changed: a file was written while it was read.
         file_unknown: no manifest names a file that Orbax could take for a part of the step. Nothing
-            else is wrong: move it away.
-        file_unreadable: storage gave an I/O error; the next time it may read the file.
+            else is wrong: move the file away.
+        file_unreadable: storage gave an I/O error; it may read the file the next time.
         data_damaged: rows or dense leaves do not match their checksum.
-        dense_unfinished: Orbax, which was to write dense leaves, has not written the files by which
-            it finds them.
+        dense_unfinished: Orbax was to write dense leaves, and has not written the files by which it
+            finds them.
         dense_unreadable: Orbax has written dense leaves, and cannot read them.
         foreign_chunk: a chunk is whole, but belongs to another array, step or run.
-        foreign_rows: differences lie on other rows than they were taken from; what wrote them is
-            at fault, not storage.
+        foreign_rows: differences lie on other rows than they were taken from. The program that
+            wrote them is at fault, not storage.
         foreign_step: the folder has the name of another step than the manifest in it.
-        manifest_missing: there is no manifest: no step of ours, or one that was never whole.
+        manifest_missing: there is no manifest: the step is not ours, or was never whole.
         not_committed: the save of this step was cut short.
         not_ours: no item of the step is a checkpoint of ours: plain Orbax has saved it, our item is
             gone, or it is not clear which of several items of Orbax is the state;
@@ -255,12 +255,12 @@ class IntegrityError(CnrError):
 class StateMismatchError(CnrError, ValueError):
     """The state that was passed and the tables or the checkpoint disagree.
 
-    All differences are listed. In a save: pass a state of the structure in which the tables were
-    found, with all its leaves, each of the same shape and dtype. In a restore: pass the state
-    that was saved, or `Restore(..., partial=True)` to restore what both have, or `cast=True` to
-    convert values to dtypes that cannot hold all of them; 64 bits need `jax_enable_x64`. Tables
-    with another number of rows, other ids or another name: docs/guides/grow-a-table.md. No rows
-    of tables were read.
+    The text lists all differences. In a save, pass a state of the structure in which the tables
+    were found, with all its leaves, each of the same shape and dtype. In a restore, pass the state
+    that was saved. Or pass `Restore(..., partial=True)` to restore what both have, or `cast=True`
+    to convert values to dtypes that cannot hold all of them. 64 bits need `jax_enable_x64`. For
+    tables with another number of rows, other ids or another name, see docs/guides/grow-a-table.md.
+    No rows of tables were read.
     """
 
     kind = "state_mismatch"
@@ -269,7 +269,7 @@ class StateMismatchError(CnrError, ValueError):
 class TableError(CnrError, ValueError):
     """A table specification does not single out tables and slots in a state.
 
-    A name matches no leaf, or several; the leaf is not an array of numbers with rows; or a slot
+    A name matches no leaf or several, the leaf is not an array of numbers with rows, or a slot
     may belong to two tables. Print the tables, and give the full path of the leaf, or a
     `TableSpec` that lists rows and slots.
     """
@@ -291,17 +291,17 @@ class TouchedError(CnrError, ValueError):
 class AuditError(CnrError, ValueError):
     """A row changed that was not recorded: the delta would have missed it.
 
-    No step was written, not even a full one, and the steps in doubt are noted in the root. The
-    text names tables, rows and the likely cause. Save by fingerprints
+    The save wrote no step, not even a full one, and noted the steps in doubt in the root. The text
+    names tables, rows and the likely cause. Save by fingerprints
     (`Options(tracking="fingerprint")`), or give tables an optimizer that leaves other rows alone,
-    or record the missing rows. After putting back an older state by hand, or to save all rows as
-    they are now, give `Save` what `reset_touched` returns: that save is full;
+    or record the missing rows. If you put back an older state by hand, or want to save all rows as
+    they are now, give `Save` what `reset_touched` returns. That save is full; see
     docs/guides/choose-tracking.md.
 
     Attributes:
         steps: committed deltas that may lack such rows: those of this run since the rows were
-            last seen right. If a save compares only a part of the rows, earlier ones cannot be
-            excluded. Full checkpoints lack none.
+            last seen right. If a save compares only a part of the rows, earlier deltas may lack
+            some too. Full checkpoints lack none.
         since: the step in which the rows were last seen right; None if that is not known.
         lineage: lineage of the touched rows that lacked these rows.
         clock: clock of these touched rows when the rows were last seen right.
@@ -325,13 +325,13 @@ class AuditError(CnrError, ValueError):
 
 
 class WriterError(CnrError, RuntimeError):
-    """Another manager saves to this root: nothing was saved or deleted by this one.
+    """Another manager saves to this root: this one has saved and deleted nothing.
 
     Stop one of them. `CheckpointManager.reload()` lets this one take the root over again.
 
     Kinds:
         writer_busy: the other manager is still writing.
-        in_the_way: there is no other manager, but a folder in the place of a file.
+        in_the_way: there is no other manager, but a folder is in the place of a file.
     """
 
     kind = "writer"
@@ -342,7 +342,8 @@ class UsedRootError(CnrError, RuntimeError):
 
     Nothing was saved, moved or deleted. Restore first (steps of plain Orbax with
     `Options(adopt=True)`), save into another root, or set the checkpoints aside with
-    `Options(new_run=True)`; docs/guides/sweeps.md.
+    `Options(new_run=True)`; see docs/guides/sweeps.md. You also get it if a mirror or a `near` root
+    holds the steps of another run, or if you import into a root that holds steps.
     """
 
     kind = "used_root"
@@ -353,13 +354,13 @@ class RootError(CnrError, OSError):
 
     Nothing was saved or moved, and nothing deleted but what `prune` then names. The text names
     the root, the call and its path. Look at rights, at the path and at the mount; the same call may
-    work the next time. Where the root is in a bucket, all calls but saves raise it when the service
-    does not answer or refuses; the text names the object and the code, and says what to do
+    work the next time. If the root is in a bucket, all calls but saves raise it when the service
+    does not answer or refuses. The text then names the object and the code, and says what to do
     (docs/guides/buckets.md).
 
     Kinds:
         no_answer: the service of a bucket did not answer, or not as it was asked.
-        refused: it refused a request: keys or rights are not the right ones.
+        refused: the service refused a request: keys or rights are not the right ones.
 
     Attributes:
         path: the root.
@@ -383,12 +384,12 @@ class RootError(CnrError, OSError):
 
 
 class CallError(CnrError, RuntimeError):
-    """A call of a manager that would wait for itself, or comes after its end or in another process.
+    """A call of a manager would wait for itself, comes after its end, or is in another process.
 
     Kinds:
         inside_on_save: call it after `on_save` has returned.
-        nested: call it elsewhere than in a signal handler that interrupts another call, or in a
-            handler or callback that a save waits for.
+        nested: do not call it in a signal handler that interrupts another call, or in a handler or
+            callback that a save waits for.
         closed: call it before `close()`.
         forked: call it in the process that made the manager, and start others by
             `multiprocessing.get_context("spawn")`.
@@ -403,16 +404,16 @@ class OptionError(CnrError, ValueError):
     It may be an unknown name, options of the wrong library, a state given by position, or a step
     that is not an integer, is negative or is past 2**63 - 1. It may be arguments of Orbax that
     restore no state, a root that is not a folder or is in another store, or a `rename` or `ids` of
-    a restore that is not a dict of names or of lists of integers. Or bits reach no codec that takes
-    any; a restore raises that if the codec of the run takes none. The hint names the form that
-    works.
+    a restore that is not a dict of names or of lists of integers. Or you gave bits, and no codec
+    takes any; if the run's own codec takes none, a restore raises the error. The hint names the
+    form that works.
 
     Kinds:
         no_table: there is no table of that name.
         no_row: the table does not have a row that was asked for.
         not_held: the format of an export cannot hold a leaf, or cannot name it.
-        not_installed: a root is in a store, or rows are on a lattice, for which a package is
-            needed that the text names.
+        not_installed: a root in a store, or rows on a lattice, need a package that the text
+            names.
         no_conditions: the service of a bucket cannot tell apart programs that save there.
         no_target: an export cannot be written to that folder, or an import cannot be made there.
         faults_unavailable: `cnr_jax.testing` has no way to inject that fault on this system.
@@ -424,19 +425,20 @@ class OptionError(CnrError, ValueError):
 class SaveError(CnrError, OSError):
     """A save failed; what was committed before it is untouched.
 
-    The run can go on: the rows of the failed save are in the next one. With several processes all
-    raise it. Make room, or look at storage, and save again; docs/guides/full-disk-and-failures.md.
+    The run can go on: the next save has the rows of the failed one. With several processes all
+    raise it. Make room, or look at storage, and save again; see
+    docs/guides/full-disk-and-failures.md.
 
     Kinds:
-        timeout: a save waited for its directories, or for room in memory, longer than
-            `timeout_secs`.
-        process_silent: another process did not answer; it may have been killed, hang, or be late.
-            Look at its log.
+        timeout: a save waited longer than `timeout_secs` for its directories, or for room in
+            memory.
+        process_silent: another process did not answer. It may have been killed, hang, or be late:
+            look at its log.
         coordination_lost: the processes do not reach each other; jax's service in process 0 may
             have ended.
-        chain_damaged: files are gone of a checkpoint that the save was to rest on, so it is not
+        chain_damaged: a checkpoint that the save was to rest on has lost files, so the save is not
             committed; the next one is full. Our manager raises no error for it: its
-            `last_report.outcome` is `"dropped"`, and `failure` says why.
+            `last_report.outcome` is `"dropped"`, and its `failure` says why.
         after_commit: the step *is* saved, but something after the commit failed, such as syncing
             it. Older steps may still be there.
 
@@ -468,10 +470,10 @@ class SaveError(CnrError, OSError):
 class ExportError(CnrError, OSError):
     """An export was not written, and nothing is in its place.
 
-    Make room, or name another folder. Files that were written beside it have been removed.
+    Make room, or name another folder. The export has removed the files that it wrote beside it.
 
     Kinds:
-        target_exists: something of that name is there already, and is left as it is.
+        target_exists: something of that name is there already, and stays as it is.
         no_space: there is less room than the export takes; nothing was written.
 
     Attributes:

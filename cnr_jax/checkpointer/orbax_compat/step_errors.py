@@ -8,11 +8,11 @@ from cnr_jax import errors
 
 
 class StepExistsError(errors.DependentsExistError, StepAlreadyExistsError):
-    """A save is of a step that is there already; it is an error of Orbax too.
+    """The step of a save is there already; this is an error of Orbax too.
 
-    Nothing was saved or replaced. Of one program it means that a step is saved twice: go on with
-    a higher number. If another program has saved it to the same root meanwhile: end one of them;
-    `reload()` and `restore(None)` let the other go on from the newest step of both. Catch
+    Nothing was saved or replaced. With one program it means that you save a step twice: go on with
+    a higher number. If another program has saved the step to the same root meanwhile, end one of
+    them. `reload()` and `restore(None)` let the other go on from the newest step of both. Catch
     `cnr_jax.errors.DependentsExistError`, whose `kind` is `"step_exists"`, or Orbax's error.
     """
 
