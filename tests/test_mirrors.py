@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
@@ -419,6 +420,31 @@ def test_steps_that_the_run_saves_are_no_surprise_to_its_mirror(
             run.run(manager, [step])
             caught_up(manager)
     assert not [each for each in caplog.messages if "has appeared" in each]
+
+
+def test_what_may_be_of_others_does_not_make_way_for_a_copy(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    """A step of plain Orbax, and one that cannot be read where nothing tells of which run."""
+    run = tiny_run()
+    with run.open(root) as manager:
+        run.run(manager, range(2))
+    theirs, damaged = tmp_path / "orbax", tmp_path / "damaged"
+    with ocp.CheckpointManager(theirs) as plain:
+        plain.save(0, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    with tiny_run(salt=1).open(damaged) as manager:
+        other = tiny_run(salt=1)
+        other.run(manager, [0])
+    (damaged / "0/default" / names.MANIFEST).write_bytes(b"")
+    for far in (theirs, damaged):
+        before = sorted(path for path in far.rglob("*") if path.is_file())
+        with case_of(far.name):
+            report = cnr.mirror(root, far)
+            assert report.copied_steps == 0
+            assert "its name is taken" in str(report.problems)
+        after = {path for path in far.rglob("*") if path.is_file()}
+        assert after >= {*before} - {damaged / names.WRITER}, far
+    assert ocp.CheckpointManager(theirs).all_steps() == [0]
 
 
 def test_a_step_of_another_root_is_no_mirror(

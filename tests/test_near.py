@@ -233,6 +233,44 @@ def test_a_near_root_of_another_run_is_refused(
         run.run(manager, [0])
     with pytest.raises(errors.UsedRootError, match="another run"):
         run.open(root, near=near)
+    # What is near is still known to be the other's.
+    shutil.rmtree(root)
+    (root / "2024").mkdir(parents=True)
+    for prefix in (None, "ck"):
+        with pytest.raises(errors.UsedRootError, match=f"copied to {tmp_path}/other"):
+            run.open(root, {"step_prefix": prefix}, near=near)
+    shutil.rmtree(tmp_path / "other")
+    with other.open(tmp_path / "other", near=near) as manager:
+        other.restore(manager, None)
+        caught_up(manager)
+    assert steps_in(tmp_path / "other") == ["0", "1"]
+
+
+@each_of("odd", ["folder", "loop", "bytes", "url", "long"])
+def test_a_note_of_the_root_that_names_none_harms_nothing(
+    tiny_run: Any, tmp_path: Path, odd: str
+) -> None:
+    run, near, root = tiny_run(), tmp_path / f"near-{odd}", tmp_path / f"far-{odd}"
+    with run.open(root, near=near) as manager:
+        run.run(manager, [0])
+    note = near / names.FAR
+    note.unlink()
+    match odd:
+        case "folder":
+            note.mkdir()
+        case "loop":
+            note.symlink_to(note)
+        case _:
+            held = {"bytes": b"\xff\0\n", "url": b"file://[::1/x", "long": b"a" * 10**6}
+            note.write_bytes(held[odd])
+    if odd == "folder":
+        with pytest.raises(errors.RootError, match=names.FAR):
+            run.open(root, near=near)
+        return
+    with run.open(root, near=near) as manager:
+        run.restore(manager, None)
+        run.run(manager, [1])
+    assert steps_in(root) == ["0", "1"] and note.read_text() == f"{root}\n"
 
 
 def test_a_near_root_of_the_run_of_another_root_is_refused_for_an_empty_one(
@@ -241,9 +279,9 @@ def test_a_near_root_of_the_run_of_another_root_is_refused_for_an_empty_one(
     run, fresh = tiny_run(), far.parent / "fresh"
     with run.open(str(far), near=near) as manager:
         run.run(manager, range(2))
-    with pytest.raises(errors.UsedRootError, match="of another root") as caught:
+    with pytest.raises(errors.UsedRootError, match="of another run") as caught:
         run.open(str(fresh), near=near)
-    assert f"got steps for {far}, up to step 1" in str(caught.value)
+    assert f"up to step 1, which is copied to {far};" in str(caught.value)
     assert steps_in(near) == ["0", "1"] and not store_of(fresh).exists(fresh)
     # As the hint says.
     cnr.mirror(near, str(fresh))
@@ -255,7 +293,7 @@ def test_a_near_root_of_the_run_of_another_root_is_refused_for_an_empty_one(
     shutil.rmtree(near)
     with run.open(str(fresh), near=near):
         assert "2" in steps_in(near)
-    with pytest.raises(errors.UsedRootError, match="of another root"):
+    with pytest.raises(errors.UsedRootError, match="of another run"):
         run.open(str(far.parent / "third"), near=near)
     # Whose root was emptied goes on from what is near.
     store_of(fresh).remove_tree(fresh)
@@ -275,7 +313,7 @@ def test_a_root_that_cannot_be_seen_is_not_taken_for_that_of_what_is_near(
     with pytest.raises(errors.RootError, match="answer 403"):
         run.open(url, near=near)
     proxy.harm = lambda *_: None
-    with pytest.raises(errors.UsedRootError, match="of another root"):
+    with pytest.raises(errors.UsedRootError, match="of another run"):
         run.open(url, near=near)
 
 

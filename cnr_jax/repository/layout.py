@@ -122,7 +122,12 @@ def lies_in(path: AnyPath, root: AnyPath) -> bool:
 
 def _path_of(url: str) -> str:
     """The local path that a `file://` URL stands for."""
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise errors.OptionError(
+            f"{url!r} is no root: {error}\n  hint: file:///path"
+        ) from None
     if parts.netloc.lower() not in ("", "localhost") or parts.query or parts.fragment:
         raise errors.OptionError(
             f"{url!r} is no root: it is no file of this machine\n"
@@ -179,27 +184,32 @@ def check_is_root(root: AnyPath) -> None:
         OptionError: if it is, or an item of such a step.
         OSError: if that cannot be seen.
     """
-    # Orbax leaves a file in each step: a root costs two looks, however many steps it has. In a
-    # bucket its listing answers them: who may not list all may not ask for what is not there.
+    # Files in each step tell: a root costs some looks, however many steps it has. In a bucket its
+    # listing answers them: who may not list all may not ask for what is not there.
     with asking_once():
         if not is_directory(root):
             return
-        # Of a step of which parts are gone, what commits it may be left.
-        if any(exists(root / name) for name in (names.ORBAX_METADATA, names.ATTEMPT)):
+        if _has_files_of_step(root):
             step, held = root, [root / name for name in names_in(root)]
-        elif exists(root / names.MANIFEST) and exists(
-            root.parent / names.ORBAX_METADATA
-        ):
+        elif exists(root / names.MANIFEST) and _has_files_of_step(root.parent):
             step, held = root.parent, [root]
         else:
             return
         is_step = any(exists(item / names.MANIFEST) for item in held)
     if is_step:
+        back = ""
+        if names.may_be_step(step.name):
+            back = f", and restore({names.step_number(step.name)})"
         raise errors.OptionError(
             f"{os.fspath(root)} is a step of the root {os.fspath(step.parent)}\n"
             "  got a folder that holds a checkpoint, expected the folder that holds all steps"
-            f"\n  hint: {os.fspath(step.parent)!r}, and restore({names.step_number(step.name)})"
+            f"\n  hint: {os.fspath(step.parent)!r}{back}"
         )
+
+
+def _has_files_of_step(path: AnyPath) -> bool:
+    """Whether a folder has what lies in that of a step; parts of it may be gone."""
+    return any(exists(path / name) for name in names.OF_STEP)
 
 
 def check_is_no_file(root: AnyPath) -> None:

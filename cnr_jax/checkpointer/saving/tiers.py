@@ -11,6 +11,7 @@ import jax
 
 from cnr_jax import errors
 from cnr_jax.options import Options
+from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.near import empty_into, lacking_room, meet, note_far
@@ -124,7 +125,8 @@ def tiers_of(
     meet(near, far, is_step, item)
     problem = lacking_room(near, far, full_bytes(), is_step, item)
     if not problem:
-        note_far(near, far)
+        with as_root_errors(near):
+            note_far(near, far)
         return Tiers(near, far, is_near=True)
     _log.warning(
         "%s: saves go to %s directly; give it more room, as by docker run --shm-size",

@@ -272,7 +272,14 @@ class Copier:
         if found is None and folder is None:
             return
         is_older = found is not None and order(found)[0] < entry.generation
-        is_damaged = folder is not None and folder.is_checkpoint
+        # What cannot be read may be anybody's, unless others there are of this run.
+        is_of_run = any(e.run == entry.run for e in there.restorable() if not e.orbax)
+        is_damaged = (
+            folder is not None
+            and folder.is_checkpoint
+            and folder.kind != "orbax"
+            and is_of_run
+        )
         if not (is_older or is_damaged):
             got = "a folder of somebody else"
             if found is not None:

@@ -14,6 +14,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.causes import in_one_line
 from cnr_jax.repository.description import amount
+from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import check_is_root, lies_in, open_root
@@ -102,18 +103,19 @@ def meet(
         item: of each step; None: the one that is found.
 
     Raises:
-        UsedRootError: if the far root is empty, and what lies near is of another one's run.
+        UsedRootError: if what lies near is of another root's run, or of another run.
         OptionError: if the far root is a step of another root.
         OSError: if what lies near is of another root's run, maybe, and the far root cannot be seen.
     """
+    _check_run(near, far)
     item = item or (find_item(near) if exists(near) else None)
-    held = Ledger.load(near, item, is_step) if item is not None else Ledger()
-    _check_goes_to(near, far, held, is_step, item)
     try:
         if not can(far).cheap_looks:  # else its mirror looks
             check_is_root(far)
-        if item is not None and held.committed():
-            _set_strays_aside(near, far, item, held, Ledger.load(far, item, is_step))
+        if item is not None and is_free(near):
+            held = Ledger.load(near, item, is_step)
+            theirs = Ledger.load(far, item, is_step)
+            _set_strays_aside(near, far, item, held, theirs)
     except errors.OptionError:
         raise
     except (errors.CnrError, OSError) as error:
@@ -137,47 +139,57 @@ def note_far(near: AnyPath, far: AnyPath) -> None:
 
 def _noted_far(near: AnyPath) -> str:
     """The root that is noted near; empty: none is."""
+    path = near / names.FAR
     try:
-        return os.fsdecode(read_small(near / names.FAR, _MOST_BYTES)).rstrip("\n")
+        return os.fsdecode(read_small(path, _MOST_BYTES)).rstrip("\n")
     except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except errors.FormatError as error:
+        _log.warning("%s names no root: %s", os.fspath(path), in_one_line(error))
         return ""
 
 
-def _check_goes_to(
-    near: AnyPath,
-    far: AnyPath,
-    held: Ledger,
-    is_step: Callable[[str], bool] | None,
-    item: str | None,
-) -> None:
-    """Makes sure that what lies near is not to be copied to another root than this one.
+def _check_run(near: AnyPath, far: AnyPath) -> None:
+    """Makes sure that what lies near is of the run of the far root, or was to be copied there.
 
-    Where this one holds steps, these tell of which run it is.
+    All of it counts, however the manager names its steps.
 
     Raises:
-        UsedRootError: if it is.
-        OSError: if that cannot be seen.
+        UsedRootError: if it is of another run, or another root is noted and this one holds no step.
+        OSError: if that cannot be seen, and another root is noted.
     """
-    steps, noted = [each.step for each in held.committed()], _noted_far(near)
+    noted, item = _noted_far(near), find_item(near) if exists(near) else None
+    if item is None or _is_same(noted, far):
+        return
+    held = sorted(Ledger.load(near, item).committed(), key=order)
+    if not held:
+        return
+    try:
+        theirs = Ledger.load(far, item).restorable() if exists(far) else []
+    except (errors.CnrError, OSError):
+        if noted:
+            raise
+        return  # who brings steps near, or copies them, meets that too
+    runs = {entry.run for entry in theirs if not entry.orbax}
+    if held[-1].run in runs or not (noted or runs):
+        return
     here, there = os.fspath(near), os.fspath(far)
-    if not steps or not noted or item is None or _is_same(noted, far):
-        return
-    if exists(far) and Ledger.load(far, item, is_step).directories():
-        return
     copied = f"cnr-jax mirror {shlex.quote(here)} {shlex.quote(there)}"
+    hint = f"; to go on with that run here, copy them first: {copied}"
     raise errors.UsedRootError(
-        f"{here} holds steps of the run of another root\n"
-        f"  got steps for {noted}, up to step {max(steps)}; expected steps for {there},"
-        " which holds none\n"
-        "  hint: another folder for near; or delete this one, if nobody needs its steps; to go on"
-        f" with that run here, copy them first: {copied}"
+        f"{here} holds steps of another run than {there}\n"
+        f"  got run {held[-1].run}, up to step {held[-1].step}, which is copied to"
+        f" {noted[:200] or 'a root that is not noted'}; expected"
+        f" {f'run {min(map(str, runs))}' if runs else 'that of this root, which holds no step'}\n"
+        "  hint: another folder for near; or delete this one, if nobody needs its steps"
+        + ("" if runs else hint)
     )
 
 
 def _is_same(noted: str, far: AnyPath) -> bool:
     """Whether a root that was noted is this one, maybe by another path."""
-    if noted == os.fspath(far):
-        return True
+    if not noted or noted == os.fspath(far):
+        return noted != ""
     try:
         other = open_root(noted)
         return lies_in(other, far) and lies_in(far, other)
@@ -197,8 +209,6 @@ def _set_strays_aside(
     Raises:
         CnrError, OSError: if that cannot be seen or done.
     """
-    if not is_free(near):
-        return
     mine = held.committed()
     newest, known = theirs.newest(), {entry.uuid for entry in theirs.committed()}
     strays = [entry for entry in mine if entry.uuid not in known and entry.manifest]

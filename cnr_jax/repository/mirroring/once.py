@@ -121,6 +121,7 @@ def _repair(
 ) -> list[str]:
     """Mends each of two roots by the other, as `claimed` is told; returns what was mended."""
     check_apart(root, target)
+    layout.check_is_there(target)
     mended, told = list[str](), {**told, "not_done": "mended"}
     with claimed(root, item, **told) as own, claimed(target, item, **told) as far:
         ledgers = own[1], far[1]

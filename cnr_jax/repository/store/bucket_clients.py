@@ -219,7 +219,9 @@ def _store_error(text: str, where: str, service: Any) -> StoreError:
     is_of_keys = _ASKS_FOR_KEYS.search(text) is not None
     if is_of_keys or not codes:
         known = (to for said, to in _WITHOUT_CODE.items() if said in text)
-        fact, hint = _NO_KEYS if is_of_keys else next(known)
+        fact, hint = next(known)
+        if is_of_keys:
+            fact, hint = f"{_NO_KEYS[0]} ({' '.join(codes) or fact})", _NO_KEYS[1]
         said = f"{fact}; hint: {service.HINTS.get(hint, service.OTHER_HINT)}"
         return StoreError(NO_ANSWER, said, where)
     hints = (service.HINTS[code] for code in reversed(codes) if code in service.HINTS)
