@@ -1,8 +1,8 @@
 """Check-N-Run for JAX: incremental, quantized checkpoints of embedding tables, in Orbax.
 
-`find_tables` says which leaves of a train state are tables, `record` notes in the train step
-which rows change, and `CheckpointManager` saves those rows. README.md has the first lines of
-code; cnr_jax/format/SPEC.md describes what is on disk.
+`find_tables` finds the tables in a train state. `record`, called in the train step, notes which
+rows of them change. `CheckpointManager` saves those rows. README.md shows the first lines of code,
+and cnr_jax/format/SPEC.md describes the files on disk.
 """
 
 import importlib

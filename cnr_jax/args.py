@@ -35,18 +35,19 @@ DEFAULT_ITEM = "default"
 
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):
-    """A train state to be saved.
+    """A train state to be saved, for the `args` of `CheckpointManager.save`.
 
-    It does not decide whether a save is due at a step: `save(..., force=True)` saves in any case.
+    It does not make a save due: `save(..., force=True)` saves in any case.
 
     Attributes:
-        state: the whole state, tables and everything else.
-        touched: the touched rows that went through the same train steps.
+        state: the whole train state, tables and everything else.
+        touched: touched rows that went through the same train steps as the state.
         full: whether this save is full, whatever the policy says. Later deltas may rest on it, and
-            the policy sees it as it sees other full saves.
+            the policy sees it like other full saves.
         exact: whether this save holds all bits of tables and slots, whatever their codecs: for the
-            last step of a run, a promotion, an export. It is full, and raw, unless the chain that a
-            delta would rest on holds all bits too. The log says its bytes before it is written.
+            last step of a run, a promotion, an export. Such a save is full, and raw, unless the
+            chain that a delta would rest on holds all bits too. The log says its bytes before it is
+            written.
 
     Raises:
         OptionError: if `full` or `exact` is neither True nor False.
@@ -78,32 +79,33 @@ class Save(ocp.args.CheckpointArgs):
 
 @dataclasses.dataclass
 class Restore(ocp.args.CheckpointArgs):
-    """A restore: the state that is wanted, and how it differs from the one that was saved.
+    """A restore, for the `args` of `CheckpointManager.restore`: the wanted state, and what differs.
 
-    Tables are matched by name and rows by number, unless `rename` and `ids` say otherwise; slots
-    go with the rows of their table. Unless all tables come back exactly as the checkpoint holds
-    them, the next save is full.
+    A restore matches tables by name and rows by number, unless `rename` and `ids` say otherwise.
+    Slots go with the rows of their table. Unless all tables come back exactly as the checkpoint
+    holds them, the next save is full.
 
     Attributes:
-        state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings.
-            None restores everything as nested dicts by path, on one device. If jax has only 32
+        state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings. With
+            None, everything comes back as nested dicts by path, on one device. If jax has only 32
             bits, dense leaves of 64 bits are then numpy arrays, and tables of 64 bits are refused.
         tables: where the tables are in `state`, if not where the manager's are. A manager without
-            tables takes them where they were when they were saved.
-        partial: whether to restore only what both the checkpoint and `state` have. Leaves, and
-            rows of tables, that only `state` has must be concrete and keep their values.
+            tables looks for them where they were in the state that was saved.
+        partial: whether to restore only what both the checkpoint and `state` have. Leaves, and rows
+            of tables, that only `state` has must be concrete, and keep their values.
         cast: whether to restore leaves in the dtypes of `state` even if these cannot hold all
-            stored values. They are converted as by `astype`, with a warning that names them.
-            Without it only dtypes that hold all values are taken, such as float32 for bfloat16.
-        rename: new names of tables, `{"name in the checkpoint": "name in the state"}`. None as
-            the new name leaves a table out.
-        ids: for a table, by its name in `state`, integer[rows]: the row of the checkpoint that
-            each row takes; -1 keeps the value of `state`. A row may be taken more than once, or
-            not at all. With several processes `rename`, `ids`, `partial` and `cast` must be alike
-            on all of them; else all raise OptionError.
+            stored values. The values are converted as by `astype`, with a warning that names the
+            leaves. With False a leaf may only have a dtype that holds all values, such as float32
+            for bfloat16.
+        rename: new names of tables, `{"name in the checkpoint": "name in the state"}`. None as the
+            new name leaves the table out.
+        ids: by the name of a table in `state`, integer[rows]: for each row of the table, the row of
+            the checkpoint that it takes, or -1 to keep the value of `state`. You may take a row
+            more than once, or not at all. With several processes pass the same `rename`, `ids`,
+            `partial` and `cast` on all of them; else all raise OptionError.
 
     Raises:
-        OptionError: if `rename` or `ids` have another form, or come without a state.
+        OptionError: if `rename` or `ids` have another form, or are given without a state.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -197,7 +199,7 @@ def _row_ids(table: str, given: Any) -> np.ndarray:
 
 
 def asked_for(args: Restore) -> dict[str, str]:
-    """Arguments of a restore as text, by name, to compare between processes."""
+    """Arguments of a restore as texts by name, to compare them between processes."""
     renamed = sorted((args.rename or {}).items())
     said = {"partial": args.partial, "cast": args.cast, "rename": dict(renamed)}
     for name, ids in sorted((args.ids or {}).items()):

@@ -1,4 +1,4 @@
-"""Options that are not given (`NOT_GIVEN`), and options of single tables."""
+"""The value `NOT_GIVEN` for options that a program leaves out, and the options of single tables."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def unset_nones(options: Any, names: Collection[str]) -> None:
 class TableOptions:
     """Options of one table, where they differ from those of the run.
 
-    A field that is not given is as in the run that goes on for this table, else as for all tables.
-    None counts as not given.
+    If you do not give a field, or give None, the table keeps its own value from the run that goes
+    on. Without such a value it goes by `Options`.
     """
 
     codec: str | Codec | NotGiven | None = NOT_GIVEN

@@ -1,4 +1,4 @@
-"""Options of a run, checked when they are made."""
+"""Options of a run, whose values are checked when the object is made."""
 
 from __future__ import annotations
 
@@ -39,161 +39,165 @@ _TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
 class Options:
     """Options of a run: how it is saved and restored. The defaults suit most runs.
 
-    `codec`, `bits`, `expected_restores`, `slot_codec`, `rounding`, `compression` and fields of
-    `tables` that are not given are as in the run that a restore goes on with, and reports name
-    them as `inherited`. In a new run they are as said here.
+    If you do not give `codec`, `bits`, `expected_restores`, `slot_codec`, `rounding`, `compression`
+    or a field of `tables`, a run that goes on after a restore keeps its own value of it, and
+    reports list the option as `inherited`. In a new run such an option has the value that its entry
+    here names.
 
     Attributes:
-        policy: when to save everything, and on which parent deltas rest.
-        codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by
-            least squares), `"asymmetric"` (range of each row), `"raw"` (exact), `"lattice"`
-            (integers on one step for a table, in deltas differences), another name
-            that `cnr_jax.rows.codecs.make_codec` lists, or a codec. All but `"raw"` round, so
-            restored rows are not quite the saved ones. In a new run it is `"adaptive"`; unless
-            `bits` are given, a warning then says how far off rows are.
-        bits: width of a code: 2, 3, 4 or 8, or `"auto"`; in a new run 4. Error enters training
-            only when a checkpoint is restored. So `"auto"` is 2 for up to one expected restore,
-            3 for up to three, 4 for up to twenty, and 8 beyond, as in Check-N-Run. After more
-            restores than expected it is 8 in all saves, with a warning. It is more, or all bits,
-            if a sample of rows says that they move less from restore to restore than the error of
-            their codes; with fixed bits the log then warns once. Small tables have 8: those of
-            fewest elements that together have at most 1 % of those at "auto". Their rows are
-            looked up most, and cost next to nothing. Codecs that are objects keep bits of their
-            own, and so do tables with a number here or in `tables`. Bits are refused if no codec
-            takes them, not even that of slots or of a single table, unless a policy of the user's
-            own may name one.
-        expected_restores: how often the whole run will be restored, for `bits="auto"`: a
-            number, such as `cnr_jax.expected_restores` returns; in a new run 20, hence 4 bits.
-            The restores behind the saved state count: a run that goes back to an older step takes
-            the count of that step, plus one. A restore just to look at a state counts too, unless
-            another manager makes it.
-        slot_codec: how optimizer slots are stored; in a new run exactly. `"bfloat16"`; for slots
-            that are never negative `"log"` (16 bits) or `"log8"`; or `"auto"`, which goes by their
-            names in the state, see `cnr_jax.rows.codecs.slots`: accumulators as by `"log"`,
-            momenta in 8 bits, others exactly. `"moments"` stores integers, in deltas differences,
-            as `codec="lattice"` does for tables: `mu` and `nu` of Adam, coarsely, and accumulators,
-            as closely as `"log"`; others exactly.
-        rounding: how the codes of tables are chosen by the codecs whose levels are equidistant
-            (`"adaptive"`, `"asymmetric"`, `"symmetric"`, `"greedy"`, `"lattice"`). With
-            `"nearest"`, an element
-            that moves by less than half a step between two restores is put back by each. With
-            `"dithered"`, it is rounded up or down so that it is right in the mean, by a hash of
-            its place that is new after each restore. A row that does not move keeps its codes
-            until then, so deltas are as small. An error can be a whole step. `"auto"`, as in a new
-            run, takes the nearest until the run is first restored. From then on it dithers, except
-            in tables whose codes are known to err by less than rows move from one restore to the
-            next. Slots always take the nearest.
-        compression: `"zstd"` compresses the arrays of a save by zstd, level 1, before their
-            checksums are taken; numbers of several bytes by their bytes apart (blosc). None, as in
-            a new run, does not. On deltas of trained tables of dim 64, with all bytes counted, it
-            saves 4.0 % at 8 bits, 7 % at 4, 9 % at 2, and about 16 % of float32 rows. It costs a
-            second of a core for 0.6 GB of encoded rows, in the background, on up to two cores, and
-            a second for 0.55 GB in a restore. Up to four chunks of 16 MiB of an array are in memory
-            twice while they are packed. It may change from save to save. Versions of cnr_jax
-            without this option refuse such steps, and their `restore(None)` takes an older one that
-            they can read.
-        tables: options of single tables, by name; each field that is not given is as in the run
-            that goes on, else as for all.
-        tracking: how rows that changed are found. `"recorded"` takes those whose ids `record` was
-            given, which is exact if the optimizer changes no others. `"fingerprint"` takes those
-            whose 64-bit hash differs from the one at the save before. It is exact for every
-            optimizer, and `Save` needs no `touched`; it reads the tables once a save, and keeps 12
-            bytes a row. `"audited"` is recorded, and a save stops if other rows changed. None is
-            the mode of the run that is restored, else `"recorded"` if the first save has
+        policy: policy that decides when a save is full, and on which parent a delta rests.
+        codec: how rows of tables are stored: `"adaptive"` (range of each row, refined by least
+            squares), `"asymmetric"` (range of each row), `"raw"` (exact), `"lattice"` (integer
+            multiples of one number for a table; deltas store differences), another name that
+            `cnr_jax.rows.codecs.make_codec` lists, or a codec object. All but `"raw"` round, so
+            restored rows differ from the saved ones. In a new run it is `"adaptive"`; if you do not
+            give `bits` either, a warning then says how far off rows are.
+        bits: width of a code: 2, 3, 4 or 8, or `"auto"`; in a new run 4. An error enters training
+            only when a checkpoint is restored. So `"auto"` is 2 for up to one expected restore, 3
+            for up to three, 4 for up to twenty, and 8 beyond, as in Check-N-Run. After more
+            restores than expected all saves take 8, with a warning. `"auto"` takes more bits, or
+            all of them, if a sample of rows shows that rows move less from restore to restore than
+            the error of their codes; with fixed bits the log warns of that once. Small tables take
+            8 bits: the tables with the fewest elements that together have at most 1 % of the
+            elements of all tables at `"auto"`. Their rows are looked up most, and cost next to
+            nothing. A codec object keeps its own bits. A table with a number, here or in `tables`,
+            keeps that number. Bits that no codec takes, not even that of slots or of a single
+            table, raise an OptionError, unless a policy of your own may name a codec that does.
+        expected_restores: how often the whole run will be restored, for `bits="auto"`: a number,
+            such as `cnr_jax.expected_restores` returns; in a new run 20, hence 4 bits. The restores
+            behind the saved state count: a run that goes back to an older step takes the count of
+            that step, plus one. A restore just to look at a state counts too, unless another
+            manager makes it.
+        slot_codec: how optimizer slots are stored; in a new run exactly. `"bfloat16"` takes any
+            slot. `"log"` (16 bits) and `"log8"` take slots that are never negative. `"auto"`
+            chooses by the names of slots in the state, see `cnr_jax.rows.codecs.slots`:
+            accumulators as by `"log"`, momenta in 8 bits, others exactly. `"moments"` stores
+            integers, and in deltas differences, as `codec="lattice"` does for tables: `mu` and `nu`
+            of Adam coarsely, accumulators as closely as `"log"`, others exactly.
+        rounding: how an element of a table gets its code, with the codecs whose levels are
+            equidistant (`"adaptive"`, `"asymmetric"`, `"symmetric"`, `"greedy"`, `"lattice"`).
+            `"nearest"` takes the nearest code. An element that moves by less than half a step
+            between two restores is then put back by each of them. `"dithered"` rounds up or down,
+            so that the element is right in the mean, by a hash of its place that is new after each
+            restore. Until then a row that does not move keeps its codes, so deltas stay as small.
+            An error can be a whole step. `"auto"`, as in a new run, takes the nearest code until
+            the run is first restored. From then on it dithers, except in tables whose codes are
+            known to err by less than rows move from one restore to the next. Slots always take the
+            nearest code.
+        compression: `"zstd"` compresses the arrays of a save with zstd, level 1, before their
+            checksums are taken. Numbers of several bytes are first split into planes of bytes
+            (blosc). None, as in a new run, compresses nothing. On deltas of trained tables of dim
+            64, with all bytes counted, it saves 4.0 % at 8 bits, 7 % at 4, 9 % at 2, and about 16 %
+            of float32 rows. A save takes a second of a core for 0.6 GB of encoded rows, in the
+            background, on up to two cores. A restore takes a second for 0.55 GB. Up to four chunks
+            of 16 MiB of an array are in memory twice while they are packed. You may change this
+            from save to save. Versions of cnr_jax without this option refuse such steps, and their
+            `restore(None)` takes an older one that they can read.
+        tables: options of single tables, by name. A field that you do not give is as in the run
+            that goes on, else as for all tables.
+        tracking: how a save finds the rows that changed. `"recorded"` takes those whose ids
+            `record` was given, which is exact if the optimizer changes no others. `"fingerprint"`
+            takes those whose 64-bit hash differs from the one at the save before. That is exact for
+            every optimizer, and `Save` needs no `touched`; it reads the tables once a save, and
+            keeps 12 bytes a row. `"audited"` is recorded, and stops a save if other rows changed.
+            None is the mode of the run that is restored, else `"recorded"` if the first save has
             `touched`, else `"fingerprint"`.
-        audit_bytes: bytes of rows that each save of a recorded run reads on each device to find
-            out whether any row changed without being recorded; then it raises `AuditError` and
-            writes nothing. 0 reads no rows. All tables of a device have the same share, at least
-            two rows each. Small tables are read whole, and others in parts, another part in each
-            save: w of their N rows, as many as half the share holds, so that N / w saves make a
-            round. If k rows keep moving unrecorded, n saves miss all of them with probability
-            (1 - n w / N)^k, and a whole round never does; for rows that move once see
-            `cnr_jax.checkpointer.tracking.audit`. So 40,000 of 4 M rows of dim 64 escape one save
-            with probability 3 10^-9. 100 rows escape one save with 0.95, but 100 saves with 0.007.
-            The host's memory keeps up to 4 bytes a row, one a row and leaf, and the rows that are
-            read. As no save leaves a table out, each table costs time beside its rows: about 5
-            microseconds on one device, 5 ms for a thousand.
+        audit_bytes: bytes of rows that each save of a recorded run reads on each device, to find
+            out whether any row changed without being recorded. If one did, the save raises
+            `AuditError` and writes nothing. 0 reads no rows. All tables of a device have the same
+            share, at least two rows each. A save reads small tables whole, and of another one a
+            part, each time another part: w of its N rows, as many as half the share holds, so that
+            N / w saves make a round. If k rows keep moving unrecorded, n saves miss all of them
+            with probability (1 - n w / N)^k, and a whole round never does; for rows that move once
+            see `cnr_jax.checkpointer.tracking.audit`. So 40,000 of 4 M rows of dim 64 escape one
+            save with probability 3 10^-9. 100 rows escape one save with 0.95, but 100 saves with
+            0.007. The host's memory keeps up to 4 bytes a row, one byte a row and leaf, and the
+            rows that are read. As no save leaves a table out, each table also takes time of its
+            own: about 5 microseconds on one device, 5 ms for a thousand tables.
         drop_unchanged: whether to leave out rows that were recorded but have not changed; needs
             `tracking="audited"`.
         preservation_policy: an Orbax preservation policy, such as
-            `ocp.checkpoint_managers.LatestN(3)`; parents of what it keeps are kept too. None
-            keeps everything. After a rollback the steps that were left behind count as the
-            oldest, and those that were set aside go as soon as it lets go of any.
-        min_fulls: number of full checkpoints of a branch that stay as long as any step does;
-            saves are full until that many of them restore. With 2 no single damaged file takes
+            `ocp.checkpoint_managers.LatestN(3)`. The manager keeps the parents of what it keeps
+            too. None keeps everything. After a rollback the steps that were left behind count as
+            the oldest. The steps that were set aside go as soon as the policy lets go of any step.
+        min_fulls: number of full checkpoints of a branch that stay as long as any step of it does.
+            Until that many of them restore, each save is full. With 2 no single damaged file takes
             all steps, at the price of one more full checkpoint.
-        max_in_flight: saves that may be written at the same time. With 1, a save that is due while
-            one is being written waits for it. With more, it waits only while so many are. That lets
-            more saves complete where storage answers late, but not where its bandwidth is the
-            limit. They are committed in the order of their steps. One that fails takes down those
-            that rest on it, and the next save contains the rows of all. These saves go alone: the
-            first of a run, one that follows a rollback, one without a state, and the last before a
-            preemption. A plain manager of Orbax writes one at a time.
+        max_in_flight: number of saves that may be written at the same time. With 1, a save that is
+            due while another is being written waits for it. With n, it waits only while n saves are
+            being written. That lets more saves complete where storage answers late, but not where
+            its bandwidth is the limit. Saves are committed in the order of their steps. One that
+            fails takes down those that rest on it, and the next save contains the rows of all. Some
+            saves go alone: the first of a run, one that follows a rollback, one without a state,
+            and the last before a preemption. A plain manager of Orbax writes one at a time.
         max_staging_bytes: bytes of rows and dense leaves that may wait in memory to be written, of
             all saves in flight together. If they have more, training waits while they are written.
-        keep_staging: whether host memory in which rows have waited is kept for the next save, up
-            to `max_staging_bytes`. Fresh memory can take longer than the rows: on a virtual
-            machine that returns free memory to its host, seconds a GB.
-        verify_reads: whether a restore compares the checksum of every chunk with the manifest.
-            False still detects all damage to data, manifests and dense files. Only a whole chunk
-            of another array, step or run in the place of the right one goes unnoticed.
-        staging: where rows are encoded: `"host"` in the background, `"device"` before they
-            are copied to the host, `"auto"` by platform and size.
-        on_save: function that is called with the report of each save once it is durable, in one
-            thread of its own, in the order of the saves. An error that it raises is logged. It
-            must not call the manager's `save`, `restore`, `delete`, `verify`, `close` or
-            `wait_until_finished`, nor wait for a thread that does. Under a plain Orbax manager
-            the next save calls it.
+        keep_staging: whether the host memory in which rows have waited is kept for the next save,
+            up to `max_staging_bytes`. It can take longer to get fresh memory than to copy the rows:
+            seconds a GB on a virtual machine that returns free memory to its host.
+        verify_reads: whether a restore compares the checksum of every chunk with the manifest. With
+            False it still detects all damage to data, manifests and dense files, except for a whole
+            chunk of another array, step or run in the place of the right one.
+        staging: where rows are encoded: `"host"` encodes them in the background, `"device"` before
+            they are copied to the host, and `"auto"` chooses by platform and size.
+        on_save: function that the manager calls with the `SaveReport` of each save once that save
+            is durable or dropped, in a thread of its own, in the order of the saves. If the
+            function raises, the error is logged. It must not call the manager's `save`, `restore`,
+            `delete`, `verify`, `close` or `wait_until_finished`, nor wait for a thread that does.
+            Under a plain Orbax manager the next save calls it.
         metrics: whether process 0 adds a line of JSON to `cnr_jax.metrics.jsonl` in the root for
-            each save, once it is durable, and each restore from this root by a manager that
-            saves there. `cnr_jax.read_metrics` reads it. Needs a local root.
-        timeout_secs: how long a save waits before it fails: for other processes that have not
-            done their part, for its directories, and for room in the staging memory. The
-            error names the process.
-        when_busy: what a save does if it is due while `max_in_flight` are being written. With
-            `"wait"` it waits. With `"skip"` it is left out, on all processes alike, and `save`
-            returns False; `force=True` and the last save before a preemption wait.
+            each save, once it is durable, and for each restore from this root by a manager that
+            saves there. `cnr_jax.read_metrics` reads the file. Needs a local root.
+        timeout_secs: seconds that a save waits before it fails: for other processes that have not
+            done their part, for its directories, and for room in the staging memory. The error
+            names the process.
+        when_busy: what a save does if it is due while `max_in_flight` saves are being written.
+            `"wait"` waits. `"skip"` leaves it out, on all processes alike, and `save` returns
+            False. Even so, a save with `force=True` and the last save before a preemption wait.
         new_run: whether a manager that has not restored begins a new run in a root that holds
             checkpoints. Its first save moves them into a folder of the root, which is a root
-            itself: `cnr_jax.verify` and `restore(directory=)` read it, and nothing here ever
-            deletes it. If that save fails, they come back. After a restore the restored run goes
-            on, and this is ignored with a warning. With False such a save raises `UsedRootError`.
-        adopt: whether steps of plain Orbax in the root count as checkpoints. They are listed, and
-            restored as Orbax would restore them, and the first save, a full one, goes beside them.
-            From the second save on, retention counts and deletes them like others. None of them is
-            ever written to.
-        single_writer: whether the root may be in a bucket whose service ignores the conditions of
-            puts, by which programs that save to one root are told apart. With False, the first
-            save tries that by an object that it removes again, and raises OptionError if they are
-            ignored. True says that never two programs save there at a time: nothing finds out if
-            they do, and steps of both may be lost.
+            itself: `cnr_jax.verify` and `restore(directory=)` read it, and no manager ever deletes
+            it. If that save fails, they come back. After a restore the restored run goes on, and
+            the option is ignored with a warning. With False such a save raises `UsedRootError`.
+        adopt: whether steps of plain Orbax in the root count as checkpoints. The manager then lists
+            them, and restores them as Orbax would. The first save is a full one beside them. From
+            the second save on, retention counts and deletes them like others. The manager never
+            writes to any of them.
+        single_writer: whether you promise that no two programs save to the root at a time. Needed
+            for a bucket whose service ignores the conditions of puts: by these conditions two
+            programs that save to one root are told apart. With False, the first save tries that
+            with an object that it removes again, and raises OptionError if the service ignores
+            them. With True it does not try: nothing finds out if two programs do save there, and
+            steps of both may be lost.
         mirror: another root, on another disk or in a bucket, to which a thread of process 0 copies
-            each committed step. No save waits for it. When a manager with tables is opened, or
-            restores a step by number, what the root lacks comes back from it, and what a restore
-            finds damaged is mended by it. See docs/guides/mirrors.md.
-        mirror_keep: steps that stay in the mirror, the newest ones, and what these rest on;
-            `min_fulls` holds there too. None keeps all, whatever the root keeps.
-        mirror_bytes_per_sec: bytes that are written to the mirror in a second, at most. None sets
-            no limit.
-        near: a local path, such as one below /dev/shm, where saves commit; the root of the manager
-            is its mirror then. A run of one process that restarts on the same host restores from
-            there, and from the root where that has newer steps. What is saved is lost with the
-            host until the mirror has it, as reports say. `mirror_keep` says what stays in the root.
-        near_steps: steps that stay near, the newest ones, and what they rest on. What is not in the
-            root yet stays too.
-        interval: `"auto"`: `save` is called at each step, and decides itself whether one is due. It
-            saves as often as `slowdown` allows by what saves of this run cost, as measured, and
-            follows that; the log and `SaveReport.interval_changed` say when and why. All processes
-            do alike, and exchange nothing at steps that do not save. None: `orbax_options` say
-            when, such as `save_interval_steps`. Needs `CheckpointManager`.
+            each committed step. No save waits for it. When you open a manager with tables, or
+            restore a step by number, the manager brings back from there what the root lacks. It
+            mends from there what a restore finds damaged. See docs/guides/mirrors.md.
+        mirror_keep: how many of the newest steps stay in the mirror, with the steps that these rest
+            on; `min_fulls` holds there too. None keeps all, whatever the root keeps.
+        mirror_bytes_per_sec: bytes a second that the manager writes to the mirror at most. None
+            sets no limit.
+        near: a local path, such as one below /dev/shm, where saves commit. The root of the manager
+            is then the mirror of that path. A run of one process that restarts on the same host
+            restores from near, or from the root where that has newer steps. If the host is lost,
+            saves that are not in the root yet are lost with it; reports say how many. `mirror_keep`
+            says what stays in the root.
+        near_steps: how many of the newest steps stay near, with the steps that these rest on. A
+            step that is not in the root yet stays near too.
+        interval: with `"auto"`, call `save` at each step, and it decides itself whether a save is
+            due. The manager measures what saves of this run cost, saves as often as `slowdown`
+            allows, and adapts when the cost changes; the log and `SaveReport.interval_changed` say
+            when and why. All processes decide alike, and exchange nothing at steps that do not
+            save. With None, `orbax_options` say when, such as `save_interval_steps`. Needs
+            `CheckpointManager`.
         slowdown: share by which saves may make training longer, for `interval="auto"`.
-        max_lost_secs: seconds of training that a failure may take at most, for `interval="auto"`:
-            saves come at least so often that, though one fails, the next is durable in time,
-            whatever that costs. None sets no limit. With several processes it goes by the seconds
-            of steps that were measured, not by the clock, so that no step takes a message.
-        save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. Without
-            it SIGTERM ends the program. With `jax.distributed.initialize` jax listens for it, and
-            this changes nothing. Processes that the run forks do not listen. See
+        max_lost_secs: seconds of training that a failure may take at most, for `interval="auto"`.
+            Saves are then so frequent that even if one fails, the next is durable in time, whatever
+            that costs. None sets no limit. With several processes the manager goes by the measured
+            seconds of steps, and not by the clock, so that no step needs a message.
+        save_on_sigterm: whether SIGTERM asks for a last save, in a run of one process. With False,
+            SIGTERM ends the program. With `jax.distributed.initialize` jax itself listens for it,
+            and the option changes nothing. Processes that the run forks do not listen. See
             `CheckpointManager.reached_preemption`.
 
     Raises:
@@ -263,7 +267,7 @@ class Options:
 
     @property
     def encoding(self) -> Encoding:
-        """Encoding of rows, as far as these options give it."""
+        """Encoding of rows, as far as these options say it."""
         return Encoding(
             codec=self.codec,
             bits=self.bits,
@@ -337,7 +341,7 @@ class Options:
             )
 
     def auto_bits(self, restores: int) -> int:
-        """The width that `bits="auto"` means in a save after so many restores of its run.
+        """Width that `bits="auto"` means in a save, if its run was restored so often before.
 
         Example:
             >>> options = Options(bits="auto", expected_restores=3)
@@ -354,11 +358,11 @@ class Options:
         dtype: Any,
         auto_bits: int | None = None,
     ) -> Codec:
-        """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
+        """Codec for rows of `width` elements of a leaf: `"table"`, or the name of a slot.
 
-        If bits are "auto" they are `auto_bits`. None stands for those of the expected restores,
-        which are not the bits of a table that is small among others. Options that are inherited
-        from a run that goes on are not known here.
+        `auto_bits` is the width for a table whose bits are `"auto"`. None stands for the width of
+        the expected restores, even for a table that is small among others. The method does not know
+        the options that a run inherits when it goes on.
         """
         return self.encoding.codec_for(table, leaf, width, dtype, auto_bits)
 
@@ -456,7 +460,7 @@ class Options:
         """Checks that options of single tables name tables that exist.
 
         Raises:
-            OptionError: naming those that do not.
+            OptionError: if some do not; the text names them.
         """
         unknown = sorted(set(self.tables) - set(names))
         if unknown:
@@ -470,7 +474,7 @@ _FLAGS = [f.name for f in dataclasses.fields(Options) if isinstance(f.default, b
 
 
 def checked(options: object) -> Options:
-    """The options that were given, or the default ones.
+    """Returns the options that were given, or the default ones for None.
 
     Raises:
         OptionError: if they are something else.
