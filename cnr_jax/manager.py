@@ -56,33 +56,33 @@ _log = logger(__name__)
 
 
 class CheckpointManager(ocp.CheckpointManager):
-    """Saves a train state in every call, mostly as deltas, and restores it.
+    """Manager of checkpoints: saves a train state, mostly as deltas, and restores it.
 
-    Everything of `ocp.CheckpointManager` works as there. What differs: parents of kept steps are
-    kept; `latest_step()` is the newest whole checkpoint of the newest branch; after restoring an
-    older step saving goes on from there. Threads may share one: a call waits for those of others.
-    An interrupt (Ctrl-C) may come in the middle of any call: a save has then happened or not, its
-    rows are in the next one, and all calls work as before, `close` too, which may have to be called
-    again.
+    It works like `ocp.CheckpointManager`, but also keeps the parents of the steps that it keeps.
+    `latest_step()` is the newest whole checkpoint of the newest branch. After you restore an older
+    step, saving goes on from there. Threads may share a manager: a call waits for those of others.
+    An interrupt (Ctrl-C) may come in the middle of any call. The save has then happened, or the
+    next one holds its rows. All calls work as before, but you may have to call `close` again.
 
     Args:
-        root: directory of the checkpoints; made if missing, unless the manager only reads. A
-            local path, or a URL of `file://`, `gs://` or `s3://`. With `Options.near` it is the
-            mirror of the root in which saves commit, and what is said here of the root is said of
-            that one.
-        tables: from `find_tables`. None: only restoring is possible, for inspection.
-        options: what is particular to this library.
-        orbax_options: Orbax's own. What its `max_to_keep`, `keep_period` or `preservation_policy`
-            keeps mostly rests on other steps, which stay too: `max_to_keep=3` is three steps and
-            one full one below them. If that is damaged, none restores: see `Options.min_fulls`.
-        item: that holds the state, where several are; None: the one found, else first saved.
-        metadata: of the root, kept by Orbax at its first manager; `metadata()` gives it back.
+        root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
+            It is made if it is missing, unless the manager only reads. With `Options.near` it is
+            the mirror of the root where saves commit; what is said here of the root holds for that.
+        tables: tables, from `find_tables`. None: the manager can only restore, for inspection.
+        options: options of this library.
+        orbax_options: Orbax's own options. The steps that `max_to_keep`, `keep_period` or
+            `preservation_policy` keeps mostly rest on others, which stay too: `max_to_keep=3` is
+            three steps and a full one below. If that is damaged, none restores: see
+            `Options.min_fulls`.
+        item: name of the item that holds the state, where steps have several items. None: the one
+            that is found in the root, else the one that is saved first.
+        metadata: metadata of the root, which Orbax stores at its first manager; see `metadata()`.
 
     Raises:
-        NoStepError: if the manager only reads, and there is no such root, or its steps are away.
-        OptionError: if a preservation policy is given in both options, or removed steps are
-            to go where they cannot, or the root is a URL of another store.
-        RootError: if the root cannot be seen, made or listed; it is never taken for an empty one.
+        NoStepError: if the manager only reads, and the root does not exist, or its steps are away.
+        OptionError: if both options have a preservation policy, or removed steps are to go where
+            they cannot, or the root is a URL of another store.
+        RootError: if the root cannot be seen, made or listed. It is never taken for an empty one.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, cnr_jax as cnr
@@ -108,10 +108,10 @@ class CheckpointManager(ocp.CheckpointManager):
         item: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Opens a root: all but its path is passed by name, as the class describes it.
+        """Opens a root. Pass everything but its path by name; the class describes each argument.
 
         `CheckpointManager(root, tables=tables, options=cnr_jax.Options(...),
-        orbax_options=ocp.CheckpointManagerOptions(...), item="state", metadata={...})`; without
+        orbax_options=ocp.CheckpointManagerOptions(...), item="state", metadata={...})`. Without
         `tables` it only restores. `help(cnr_jax.CheckpointManager)` tells what each is for.
         """
         options = checked(options)
@@ -223,66 +223,66 @@ class CheckpointManager(ocp.CheckpointManager):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the save of this manager that was committed or dropped last did.
+        """Report of the save of this manager that was committed or dropped last; None before one.
 
-        Known without a call, once it is durable; see `SaveReport.outcome`.
+        Known once the save is durable, without another call; see `SaveReport.outcome`.
         """
         return self._handler.last_report
 
     @property
     def last_restore(self) -> RestoreReport | None:
-        """What the last restore of this manager read, and how far off rows are; None before one."""
+        """Report of the last restore of this manager, with the error of rows; None before one."""
         return self._handler.lifecycle.listener.last_restore
 
     @property
     def failure(self) -> errors.CnrError | None:
-        """Why the save that ended last failed; None if it is committed, or none has ended.
+        """Error of the save that ended last; None if that is committed, or none has ended.
 
-        Known before the next call raises it. If the save is committed, but what comes after it
-        failed, its `kind` is `"after_commit"`.
+        It is there before the next call raises it. If the save is committed, but something after
+        the commit failed, the `kind` of the error is `"after_commit"`.
         """
         return self._handler.lifecycle.last_failure
 
     @property
     def mirror_report(self) -> MirrorReport | None:
-        """How far the mirror is behind, and what it has done; None if this copies to none."""
+        """Report of the mirror: what it did, how far it is behind; None without a mirror."""
         return self._mirror.report() if self._mirror is not None else None
 
     def profile(self, *, restart_secs: float = 0.0) -> Profile | None:
-        """What steps, saves and restores of this run take, as measured in the training loop.
+        """Profile of the run: what its steps, saves and restores take, as measured in training.
 
-        Of the newest hundred saves, those of the program before this one too, whose measurements
-        are in the root. Contention is known if `save` or `should_save` is called at each step. Each
-        process tells what itself has measured; what process 0 has is noted in the root.
+        It covers the newest hundred saves, also those of the program before, whose measurements are
+        in the root. Contention is known if you call `save` or `should_save` at each step. Each
+        process returns what it has measured itself; process 0 also notes that in the root.
 
         Args:
-            restart_secs: seconds of a restart, which nothing measures.
+            restart_secs: seconds of a restart, which the manager cannot measure.
 
         Returns:
-            The profile, for `cnr_jax.advise`; None: fewer than four saves have timed the train
+            The profile, for `cnr_jax.advise`; None if fewer than four saves have timed the train
             steps before them.
         """
         return self._saves.meter.found.profile(restart_secs)
 
     def latest_step(self) -> int | None:
-        """The step that `restore(None)` takes: the newest whole one of the newest branch.
+        """Number of the step that `restore(None)` takes: the newest whole one of the newest branch.
 
-        Steps that are being written, or damaged as far as is known, do not count.
+        Steps that are being written do not count, nor those that are known to be damaged.
 
         Raises:
-            OSError: if there is none, but a step that storage does not give out.
+            OSError: if there is none, but storage fails to give out a step.
         """
         with self._calls.asking(), using_root(self._root):
             return self._listing.latest_step()
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Steps of the branch of `latest_step()` that can be restored, as far as is known.
+        """Numbers of the steps of the branch of `latest_step()` that can be restored, in order.
 
-        In order. Those that a rollback left behind are not listed (`restore` takes them by number),
-        nor those that are being written, or found damaged, or that lack a manifest or a parent.
+        As far as is known. The list leaves out steps that a rollback left behind (`restore` takes
+        them by number), steps being written or found damaged, and those without manifest or parent.
 
         Args:
-            read: read the root again before.
+            read: whether to read the root again first.
         """
         with self._calls.asking(), using_root(self._root):
             if read:
@@ -295,21 +295,21 @@ class CheckpointManager(ocp.CheckpointManager):
             return self._listing.best_step()
 
     def should_save(self, step: int) -> bool:
-        """Whether a save at this step is due, counted from where saving goes on.
+        """Whether a save at this step is due, counted from the step that saving goes on from.
 
-        A manager that has neither saved nor restored starts anew, whatever its root holds. Before
-        a preemption a save is due whatever the interval.
+        A manager that has neither saved nor restored counts anew, whatever its root holds. Before a
+        preemption a save is due whatever the interval.
         """
         return self._progress.should_save(checked_step(step))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the run is about to be ended, and this is the step of its last save.
 
-        That save is due whatever the interval, is a delta if one is legal, and `save` returns
-        when it is durable. From the signal on this takes: the rest of the train step, the rest
-        of the save that is being written, and one delta. With several processes jax chooses
-        the step, the one after the step in which the furthest process is; all must ask at
-        every step, which `save` and `should_save` do.
+        That save is due whatever the interval. It is a delta if one is legal, and durable when
+        `save` returns. From the signal on this takes the rest of the train step, the rest of the
+        save that is being written, and one delta. With several processes jax chooses the step: the
+        one after the step that the furthest process is in. All processes must ask at every step;
+        `save` and `should_save` do that.
 
         Example:
             `if manager.reached_preemption(step): break`, after `manager.save(step, ...)`.
@@ -327,24 +327,24 @@ class CheckpointManager(ocp.CheckpointManager):
         args: ocp.args.CheckpointArgs | None = None,
         custom_metadata: dict[str, Any] | None = None,
     ) -> bool:
-        """Saves if a save is due; returns whether it did. Raises what a save before raised.
+        """Saves if a save is due, and returns whether it did. Raises the error of an earlier save.
 
-        If it raises that, it does not save: the next save contains the rows of both. A save that
-        rests on a checkpoint that has lost files is not committed, without an error: see
-        `SaveReport.outcome`. The next one is full, and at the end of a run comes at once.
+        If it raises that, it does not save: the next save holds the rows of both. A save that rests
+        on a checkpoint that has lost files is not committed, without an error: see
+        `SaveReport.outcome`. The next save is full; if the run is about to end, it comes at once.
 
         Raises:
-            UsedRootError: if the root holds checkpoints, and none was restored; at the first
-                call, whether a save is due or not. `Options(new_run=True)` moves them away.
-            SaveError: if a save before has failed, or a process does not answer.
+            UsedRootError: if the root holds checkpoints, and none was restored; at the first call,
+                whether a save is due or not. `Options(new_run=True)` moves them away.
+            SaveError: if an earlier save has failed, or a process does not answer.
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
             OptionError: with `Options.near`, if there is no state.
-            AuditError: if a row changed that was not recorded. Nothing is written; it names the
-                steps that may lack such rows.
-            DependentsExistError: if a step is in the way that must be kept.
-            WriterError: if another manager saves to this root; nothing was changed.
-            CallError: inside `on_save`, or a handler or callback of a save; in a signal handler in
-                the middle of a call; or after `close`.
+            AuditError: if a row changed that was not recorded. Nothing is written. The error names
+                the steps that may lack such rows.
+            DependentsExistError: if a step that must be kept is in the way.
+            WriterError: if another manager saves to this root. Nothing was changed.
+            CallError: if you call it inside `on_save`, or a handler or callback of a save; in a
+                signal handler in the middle of a call; or after `close`.
         """
         step = checked_step(step)
         if self._steps.options.read_only:
@@ -404,34 +404,34 @@ class CheckpointManager(ocp.CheckpointManager):
         directory: epath.PathLike | None = None,
         args: ocp.args.CheckpointArgs | None = None,
     ) -> Any:
-        """Restores a step; None: the newest of the newest branch that is whole.
+        """Restores a step. With None it takes the newest whole step of the newest branch.
 
-        With None, a step that turns out damaged is passed over, as is what rests on it, with a
-        warning in the log. Saving then goes on from the step that was taken, in a branch of its
-        own. A step that is asked for by number is restored or refused. Errors that do not mean
-        damage (a state that does not match, no permission, no memory) are raised either way. An
-        error changes nothing: saving goes on as before. Steps that may lack rows, as an
-        `AuditError` said, are named in a warning.
+        With None it passes over a step that turns out damaged, and over the steps that rest on it,
+        with a warning in the log. Saving then goes on from the step that it took, in a branch of
+        its own. A step that you ask for by number is restored or refused. Errors that do not mean
+        damage (a state that does not match, no permission, no memory) are raised either way. After
+        an error saving goes on as before. A warning names steps that an `AuditError` has said may
+        lack rows.
 
         Args:
-            step: what to restore.
+            step: number of the step, or None.
             items: not used; see Orbax.
             restore_kwargs: not used; see Orbax.
             directory: another root to restore from.
             args: `Restore(...)`, or a Composite of such with other items. Default: `Restore()`.
-                Orbax's `StandardRestore` and `PyTreeRestore` give the state alone, in its dtypes
-                whatever they are, with a warning where that changes values.
+                Orbax's `StandardRestore` and `PyTreeRestore` give the state alone, in the dtypes
+                that you pass, with a warning if that changes values.
 
         Returns:
-            `Restored(state, touched)`, with a `report`; where items are named, a Composite with it.
+            `Restored(state, touched)`, with a `report`; if items are named, a Composite with it.
 
         Raises:
             NoStepError: if there is no such step, or none that can be restored; it is a
                 FileNotFoundError too.
             StateMismatchError: if the state asked for does not match.
-            OptionError: if `args` are none that restore a state, or it is no step.
-            ChainError, IntegrityError, FormatError: if the step asked for is damaged. They
-                name the file, the chain, and the steps that could be restored instead.
+            OptionError: if `args` are none that restore a state, or `step` is no step.
+            ChainError, IntegrityError, FormatError: if the step asked for is damaged. The error
+                names the file, the chain, and steps that can be restored instead.
             RootError: if the service of a bucket does not answer; saving goes on as before.
             CallError: as `save`.
         """
@@ -473,13 +473,13 @@ class CheckpointManager(ocp.CheckpointManager):
         return as_asked(args, restored, item, state.state) if ours else restored
 
     def metadata(self, step: int | None = None) -> Any:
-        """What Orbax says of the root, or of a step.
+        """Metadata that Orbax gives of a step; with None, of the root.
 
-        `item_metadata(step)` gives of a state what it gives of those that Orbax saved: nested
-        dicts by path, with a `shape` (of a table with its padding) and `dtype` for each leaf.
+        `item_metadata(step)` gives for a state what it gives for one that Orbax saved: nested dicts
+        by path, with a `shape` (of a table with its padding) and `dtype` for each leaf.
 
         Raises:
-            NoStepError: if there is no such step, or no more.
+            NoStepError: if there is no such step, or no longer.
         """
         step = step_or_newest(step)
         if step is None:
@@ -494,22 +494,22 @@ class CheckpointManager(ocp.CheckpointManager):
                 self._listing.check_is_there(step)
 
     def metrics(self, step: int) -> Any:
-        """The metrics that a step was saved with; None if it has none."""
+        """Metrics that a step was saved with; None if it has none."""
         with using_root(self._root):
             directory = self._steps.find_directory(checked_step(step), self._root)
             return metrics_of(directory)
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a save is in flight, or steps go after one; in a forked process none is."""
+        """Whether a save is in flight, or steps go after one; False in a forked process."""
         return not self._calls.is_forked and self._saves.pipeline.is_busy
 
     @alone
     def verify(self, level: Level = "data") -> tuple[Problem, ...]:
-        """What is wrong in the root of this manager, then in its mirror; see `cnr_jax.verify`.
+        """Problems in the root of this manager, then those in its mirror; see `cnr_jax.verify`.
 
-        `Problem.root` tells them apart. Steps that are found damaged in its own are not listed any
-        more, nor taken as parents. With several processes call it on all of them, or on process 0:
-        each notes what it finds.
+        `Problem.root` tells them apart. From then on the manager does not list steps that it found
+        damaged in its own root, nor take them as parents. With several processes call it on all of
+        them, or on process 0: each process notes only what it finds.
         """
         found = self._listing.verify(level)
         if self._mirror is not None and is_directory(self._mirror.target):
@@ -518,14 +518,13 @@ class CheckpointManager(ocp.CheckpointManager):
 
     @alone
     def delete(self, step: int) -> None:
-        """Deletes a step that no other depends on.
+        """Deletes a step that no other step depends on.
 
         Raises:
             NoStepError: if there is no such step.
-            DependentsExistError: naming steps that depend on it, or that may because they
-                cannot be read.
-            OptionError: if it is no step.
-            WriterError: if another manager saves to this root; nothing was deleted.
+            DependentsExistError: if steps depend on it, or may, being unreadable. It names them.
+            OptionError: if `step` is no step.
+            WriterError: if another manager saves to this root. Nothing was deleted.
             CallError: as `save`.
             OSError: if the step cannot be removed; it is there as before.
         """
@@ -536,10 +535,10 @@ class CheckpointManager(ocp.CheckpointManager):
         self._listing.delete(step)
 
     def reload(self) -> None:
-        """Waits for a save, reads the root again, and may take it over from another manager.
+        """Waits for saves, reads the root again, and lets the next save take over from others.
 
         Raises:
-            SaveError: if that save failed; the root was read all the same.
+            SaveError: if a save failed; the root was read all the same.
             CallError: inside `on_save`, or a handler or callback of a save.
         """
         self._calls.refuse_inside("reload")
@@ -547,35 +546,35 @@ class CheckpointManager(ocp.CheckpointManager):
             self._listing.reload()
 
     def wait_until_finished(self) -> None:
-        """Waits for the saves that are being written, and until `on_save` has been called.
+        """Waits for the saves that are being written, and until `on_save` has been called for them.
 
         Raises:
-            SaveError: if one failed; once, also where it has taken down others that rest on it.
-                Also if it is committed but what comes after that failed, such as syncing it: its
-                `kind` then is `"after_commit"`. Old steps that cannot be deleted are logged, and
-                stay.
+            SaveError: if one failed; once, even if others that rest on it fell with it. Also if it
+                is committed, but something after that failed, such as syncing it: its `kind` is
+                then `"after_commit"`. Old steps that cannot be deleted are logged, and stay.
             CallError: inside `on_save`, which would wait for itself.
         """
         self._saves.wait()
 
     def check_for_errors(self) -> None:
-        """Raises what a save raised that has ended; does not wait.
+        """Raises the error of a save that has ended; does not wait.
 
         Raises:
-            SaveError: if it failed; once.
+            SaveError: if a save failed; raised once.
             CallError: inside `on_save`, which cannot act on it.
         """
         self._saves.check()
 
     def close(self) -> None:
-        """Waits for the saves that are being written, and for `on_save`; frees what is held.
+        """Waits for saves that are being written, and for `on_save`; frees what it holds.
 
-        With a mirror it waits too until that has the last step, `Options.timeout_secs` at most.
-        A program that ends without it, or `with`, may lose its last saves. Again it does nothing,
-        but end what an interrupt has kept the first call from. In a forked process it does nothing.
+        With a mirror it also waits until the mirror has the last step, `Options.timeout_secs` at
+        most. A program that ends without `close` or `with` may lose its last saves. A second call
+        does nothing, unless an interrupt has cut the first one short: then it does the rest. In a
+        forked process it does nothing.
 
         Raises:
-            SaveError: if one failed.
+            SaveError: if a save failed.
             CallError: inside `on_save`, or a handler or callback of a save, which would wait for
                 itself.
         """
