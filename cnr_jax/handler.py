@@ -1,8 +1,8 @@
-"""The Orbax handler: saves a train state as full or delta, restores it into any sharding.
+"""The Orbax handler: saves a train state as full or delta, and restores it into any sharding.
 
-Orbax records the path of `CnrHandler` in every step: the module and the class name are part of
-the format. Who calls what: `async_save` runs on every process and blocks training; what it
-returns is written in the background; `finalize` runs on one process after all have written.
+Orbax records the path of `CnrHandler` in every step, so the module and the class name are part of
+the format. `async_save` runs on every process, and training waits for it. What it returns is
+written in the background. `finalize` runs on one process, after all have written.
 """
 
 from __future__ import annotations
@@ -75,23 +75,23 @@ _log = logger(__name__)
 
 
 class CnrHandler(ocp.AsyncCheckpointHandler):
-    """Saves and restores train states whose tables change in few rows at a time.
+    """Orbax handler that saves and restores train states whose tables change in few rows at a time.
 
-    One handler serves one item of one root. It is usually made by `CheckpointManager` or
-    `handler_registry`; default-constructed it can restore, for inspection.
+    One handler serves one item of one root. `CheckpointManager` or `handler_registry` usually makes
+    it. Without arguments it can only restore, for inspection.
 
     Args:
-        tables: from `find_tables`. None: only restoring is possible.
-        options: of the run.
+        tables: tables, from `find_tables`. None: the handler can only restore.
+        options: options of the run.
 
     Attributes:
-        writer: of the root that saves go to.
-        widening: knows how rows are stored.
-        channel: to the other processes.
-        planning: how the processes decide on a save.
-        lifecycle: what becomes of it once it is launched.
-        interval: how often a save is due, if the manager decides that itself.
-        may_save: whether saves can come, and go on as the run of a restore did.
+        writer: writer of the root that saves go to.
+        widening: owner of encodings, which knows how rows are stored.
+        channel: channel to the other processes.
+        planning: agreement of the processes on a save.
+        lifecycle: lifecycle of saves once they are launched.
+        interval: how often a save is due, if the manager decides that itself; else None.
+        may_save: whether saves can come, which then go on as the run of a restore did.
     """
 
     def __init__(
@@ -138,11 +138,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
 
     def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
-        """Saves go to this root, by a manager that keeps parents and says how each save ended.
+        """Lets saves go to the root of a manager that keeps parents and says how each save ended.
 
         Args:
-            root: of the manager.
-            is_step: tells names of its step directories; None: all that end in a digit.
+            root: root of the manager.
+            is_step: whether a name is that of a step directory; None: every name that ends in a
+                digit.
         """
         if self.options.metrics:
             check_can_append(root)
@@ -151,48 +152,48 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._planner.guarded = self.lifecycle.managed = True
 
     def open(self, root: Any, item: str) -> Ledger:
-        """Reads what the root holds; later calls return the same ledger.
+        """Reads what the root holds, and returns its ledger; later calls return the same one.
 
         Raises:
             OptionError: if the handler serves another root or item already.
-            OSError: if the root cannot be read; nothing has changed then.
+            OSError: if the root cannot be read. Nothing has changed then.
         """
         return self.writer.open(root, item)
 
     @property
     def ledger(self) -> Ledger | None:
-        """What the root holds, once it is known which root."""
+        """Ledger of what the root holds; None until the root is known."""
         return self.writer.ledger
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the save that was committed or dropped last did."""
+        """Report of the save that was committed or dropped last."""
         return self.lifecycle.report
 
     def guard(self) -> None:
-        """Lets saves be deltas: from now on something sees to it that parents are kept."""
+        """Lets saves be deltas, because from now on a policy keeps their parents."""
         self._planner.guarded = True
 
     @own_settings()
     def plan(
         self, place: Place, args: Save, *, urgent: bool = False
     ) -> tuple[SaveInFlight, ChangedRows]:
-        """Checks and decides a save before anything is written.
+        """Checks a save and decides what it holds, before anything is written.
 
         Waits for the train step that made the state.
 
         Args:
-            place: where it will be.
-            args: what is to be saved.
-            urgent: make it a delta if one is legal, whatever the policy says.
+            place: place where the save will be.
+            args: state that is to be saved.
+            urgent: whether to make it a delta if one is legal, whatever the policy says.
 
         Returns:
-            The save, and its state until that is gathered, which nothing may keep longer.
+            The save, and its state until the rows are gathered. Nothing may keep that state longer.
 
         Raises:
             StateMismatchError, TouchedError, TableError: if the state cannot be saved.
             AuditError: if a row changed that was not recorded.
-            DependentsExistError: if a step is in the way that must be kept.
+            DependentsExistError: if a step that must be kept is in the way.
         """
         started = time.perf_counter()
         self.channel.name = f"saves in {place.root.name}"
@@ -233,7 +234,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return flight, changed
 
     def check_origin(self, root: Any, item: str, args: Save) -> None:
-        """Makes sure, once, that a state may begin or go on with a run; see `Runs.check_origin`.
+        """Checks, once, that a state may begin a run or go on with it; see `Runs.check_origin`.
 
         Raises:
             UsedRootError: on all processes, if the root holds checkpoints of another run.
@@ -253,11 +254,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         self._is_of_run = True
 
     def go_on_with_run(self) -> None:
-        """Saves are of the run in the root: a step of it was restored."""
+        """Notes that saves are of the run in the root: a step of it was restored."""
         self._is_of_run = True
 
     def _find_changes(self, place: Place, args: Save) -> ChangedRows:
-        """Checks a state and finds its changed rows; tells all processes if it cannot."""
+        """Checks a state and finds its changed rows; if it cannot, tells all processes."""
         try:
             self.open(place.root, place.item)
             tables = self.tables
@@ -283,7 +284,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return changed
 
     async def async_save(self, directory: epath.Path, args: Save) -> list[Any]:
-        """Gathers the rows to be written; returns what writes them."""
+        """Gathers the rows to be written, and returns futures that write them."""
         if args._planned is not None:
             flight, changed = args._planned
             return self._launch(flight, changed, directory, None)
@@ -318,12 +319,12 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         return [flight]
 
     def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
-        """Saves and waits; Orbax itself always calls `async_save`."""
+        """Saves, and waits until that is written; Orbax itself always calls `async_save`."""
         for future in asyncio.run(self.async_save(directory, *args, **kwargs)):
             future.result()
 
     def finalize(self, directory: epath.Path) -> None:
-        """Writes the manifest, after everything else is on storage."""
+        """Writes the manifest, once everything else is on storage."""
         step, found = names.final_name(directory.parent.name), self.lifecycle.open
         flight = next((each for each in found if each.attempt.directory == step), None)
         if flight is None or flight.written is None:
@@ -364,7 +365,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     @own_settings()
     def restore(self, directory: epath.Path, args: Restore | None = None) -> Restored:
-        """Restores a step and all it rests on."""
+        """Restores a step, with all that it rests on."""
         args, started = args or Restore(), time.perf_counter()
         if (attempt := args._attempt) is not None:
             attempt.is_told = True
@@ -396,7 +397,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     @own_settings()
     def resume(self, resumption: Resumption | adopted.Adoption) -> None:
-        """Goes on saving from what was restored."""
+        """Makes saving go on from what was restored."""
         parts: dict[str, Any] = {
             "writer": self.writer,
             "lifecycle": self.lifecycle,
@@ -412,11 +413,11 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
 
     def uses(self, touched: Touched | None) -> bool:
-        """Whether saves go by `touched`: not if rows are found by fingerprints alone."""
+        """Whether saves go by `touched`; False if rows are found by fingerprints alone."""
         return touched is not None and self._tracker.mode(touched) != "fingerprint"
 
     def metadata(self, directory: epath.Path) -> Any:
-        """Shapes and dtypes by path, without reading data; None where there is no manifest."""
+        """Shapes and dtypes by path, without reading data; None if there is no manifest."""
         if self.options.adopt and is_state_of_orbax(directory):
             return PlainState(directory).metadata
         try:
@@ -431,18 +432,19 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
 
 class HandlerRegistry(ocp.DefaultCheckpointHandlerRegistry):
-    """A registry for plain Orbax whose handler and preservation policy belong together."""
+    """Registry for a plain manager of Orbax; its handler and preservation policy go together."""
 
     handler: CnrHandler
 
     def preservation_policy(self, inner: Preserving | None = None) -> ChainPreservation:
-        """Wraps an Orbax preservation policy: parents of what it keeps are kept too.
+        """Wraps an Orbax preservation policy, so that parents of what it keeps are kept too.
 
-        Until a manager has asked this policy, which is to be in its options, the handler writes
-        only full checkpoints, because plain retention would delete parents.
+        Put the policy into the options of the manager. Until the manager has asked it, the handler
+        writes only full checkpoints, because plain retention would delete parents.
 
         Args:
-            inner: such as `ocp.checkpoint_managers.LatestN(3)`; None keeps everything.
+            inner: policy of Orbax, such as `ocp.checkpoint_managers.LatestN(3)`; None keeps
+                everything.
         """
         own = self.handler
         return ChainPreservation(
@@ -453,17 +455,17 @@ class HandlerRegistry(ocp.DefaultCheckpointHandlerRegistry):
 def handler_registry(
     tables: Tables | None, options: cnr_jax.options.Options | None = None
 ) -> HandlerRegistry:
-    """A registry with which a plain `ocp.CheckpointManager` takes `Save` and `Restore`.
+    """Registry with which a plain `ocp.CheckpointManager` takes `Save` and `Restore`.
 
-    Without `registry.preservation_policy(...)` in the manager's options only full
-    checkpoints are written: plain retention would delete the parents of deltas. What only
-    `CheckpointManager` does: refuse a save that is not due in a root that another run has used,
-    which here only returns False; sync what Orbax renames, remove steps at once rather than file by
-    file, and look before Orbax deletes a folder that has come to the root since it started; copy
-    to a mirror.
+    Put `registry.preservation_policy(...)` into the options of the manager. Without it the handler
+    writes only full checkpoints, since plain retention would delete the parents of deltas. A plain
+    manager does not do all that `CheckpointManager` does. In a root that another run has used, a
+    save that is not due only returns False, and is not refused. Orbax renames steps without a sync,
+    and deletes them file by file. It does not look again before it deletes a folder that has come
+    to the root since it started. It copies to no mirror.
 
     Raises:
-        OptionError: if an option is not known, or only works in `CheckpointManager`.
+        OptionError: if an option is not known, or works only in `CheckpointManager`.
     """
     for name in ("mirror", "near", "interval"):
         given = getattr(options, name, None)
@@ -480,7 +482,7 @@ def handler_registry(
 def registry_of(
     tables: Tables | None, options: cnr_jax.options.Options | None
 ) -> HandlerRegistry:
-    """A registry for a manager of ours, which does more than a plain one."""
+    """Registry for a manager of this library, which does more than a plain one."""
     registry = HandlerRegistry()
     registry.handler = CnrHandler(tables, options)
     # No item name: whatever the item is called, these arguments lead to this handler.
