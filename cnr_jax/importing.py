@@ -1,4 +1,4 @@
-"""Import of plain Orbax: one of its steps as the first checkpoint of a new root."""
+"""Import from plain Orbax: one of its steps becomes the first checkpoint of a new root."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def import_orbax(
 ) -> SaveReport:
     """Saves a step of a root of plain Orbax as a full checkpoint in a new root.
 
-    The step keeps its number. `old` is only read. Other items of the step, such as a data
-    reader, are not converted; the log names them. The whole state is in memory during the import.
+    The step keeps its number. The call only reads `old`. It does not convert other items of the
+    step, such as a data reader; the log names them. The whole state is in memory during the import.
 
     Args:
         old: root that `ocp.CheckpointManager` or Orbax's v1 wrote.
-        new: root that is made; it may exist, but hold no steps.
+        new: new root. The folder is made if it is missing; it must hold no steps.
         tables: names or specifications of tables, as for `find_tables`, or what that returned.
         step: number of the step of `old`; None: the newest that can be restored.
         state: abstract or concrete pytree that gives structure, shapes, dtypes and shardings, as
@@ -62,10 +62,10 @@ def import_orbax(
         options: options of the run that begins in `new`, and that goes on with
             `CheckpointManager(new, ...)`. By default rows of tables are rounded;
             `Options(codec="raw")` keeps all bits.
-        item: name of the item that holds the state in `old`, if several items of a step are
+        item: name of the item that holds the state in `old`. Needed if several items of a step are
             states.
-        orbax_options: options of the manager that wrote `old`, if they say how steps are named;
-            in `new` names are the usual ones.
+        orbax_options: options of the manager that wrote `old`, if they say how steps are named. In
+            `new`, steps have the usual names.
 
     Returns:
         The report of the save, once it is durable.
@@ -73,11 +73,11 @@ def import_orbax(
     Raises:
         NoStepError: if there is no such root or step, or none that can be restored.
         UsedRootError: if `new` holds steps.
-        OptionError: if `new` lies in `old`, whose files are all left as they are; or if the step
-            is a checkpoint of this library, and not of plain Orbax.
+        OptionError: if `new` lies in `old`, where no file may change; or if the step is a
+            checkpoint of this library, and not of plain Orbax.
         TableError, StateMismatchError: if `tables` or `state` do not fit the step.
-        IntegrityError: if the step that was asked for is damaged.
-        SaveError: if it cannot be saved. In no case is `old` changed.
+        IntegrityError: if the step that you asked for is damaged.
+        SaveError: if the step cannot be saved. `old` stays as it is in any case.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp, cnr_jax as cnr
@@ -147,10 +147,10 @@ def _check_is_new(root: AnyPath) -> None:
 
 
 def _check_is_outside(root: AnyPath, source: AnyPath) -> None:
-    """Checks that the new root does not lie in the old one, which is only read.
+    """Checks that the new root does not lie in the old one, of which no file may change.
 
     Raises:
-        OptionError: if it would be made in it.
+        OptionError: if it does.
     """
     if lies_in(root, source):
         raise errors.OptionError(
