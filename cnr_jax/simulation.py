@@ -1,7 +1,7 @@
-"""Simulation of policies: bytes that the saves of a run would take, from a trace of look-ups.
+"""Simulation of policies: the bytes that the saves of a run would take, from a trace of look-ups.
 
-A trace of look-ups is enough: the rows of a delta follow from it, and their bytes follow from their
-number. Nothing is saved, and neither jax nor Orbax is imported.
+The trace determines the rows of each delta, and their number determines its bytes. Nothing is
+saved, and neither jax nor Orbax is imported.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _WIDTHS = (1, 2, 3, 4, 8, 16, 32)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ByteModel:
-    """Bytes of a save of tables that are alike: rows, row ids, slots, and what describes them.
+    """Model of the bytes of a save of tables that are alike: rows, row ids, slots and descriptions.
 
     Attributes:
         dim: number of elements of a row.
-        bits: bits of a stored element; each row also has a scale and an offset, of 2 bytes each.
-            32 stores rows as they are.
+        bits: bits of a stored element. Each row also has a scale and an offset, of 2 bytes each. 32
+            stores rows as they are.
         slot_bytes: bytes of the optimizer's slots for each row; 4 for one float32 a row.
 
     Raises:
-        OptionError: for a number that no codec or row has.
+        OptionError: if a number is one that no codec or row has.
     """
 
     dim: int = 64
@@ -68,13 +68,13 @@ class ByteModel:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row as it is stored, with its slots."""
+        """Bytes of a stored row, with its slots."""
         packed = -(-self.dim * self.bits // 8)
         return packed + (4 if self.bits < 32 else 0) + self.slot_bytes
 
     @property
     def float32_row_bytes(self) -> int:
-        """Bytes of a row as it is in memory, with its slots."""
+        """Bytes of a row in memory, with its slots."""
         return 4 * self.dim + self.slot_bytes
 
     def save_bytes(self, rows: int, id_bytes: int, tables: int) -> int:
@@ -93,10 +93,10 @@ class ByteModel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """Schedule of saves under one policy: the parent and the bytes of each.
+    """Schedule of saves under one policy: the parent and the bytes of each save.
 
     Attributes:
-        parents: number of each save's parent; its own number for a full save.
+        parents: number of the parent of each save; for a full save its own number.
         written: int64[saves], bytes of each save.
     """
 
@@ -116,12 +116,12 @@ class Schedule:
 
     @property
     def so_far(self) -> np.ndarray:
-        """int64[saves], bytes written up to and with each save."""
+        """int64[saves], bytes of each save and all saves before it."""
         return np.cumsum(self.written)
 
     @property
     def steady(self) -> np.ndarray:
-        """int64[saves], bytes that the restore of each save needs."""
+        """int64[saves], bytes that a restore of each save reads."""
         read: list[int] = []
         for save, parent in enumerate(self.parents):
             below = 0 if save == parent else read[parent]
@@ -130,7 +130,7 @@ class Schedule:
 
     @property
     def transient(self) -> np.ndarray:
-        """int64[saves], bytes held until a save is committed: its chain, and that before."""
+        """int64[saves], bytes held until each save is committed: its chain, and the one before."""
         chains = [set[int](), *(self._chain(s) for s in range(len(self.parents)))]
         both = [a | b for a, b in itertools.pairwise(chains)]
         return np.array([self._bytes(held) for held in both])
@@ -148,13 +148,13 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Simulation:
-    """Result of `simulate`: the schedule of each policy for a trace; prints as a table.
+    """Result of `simulate`: the schedule of each policy for a trace. Prints as a table.
 
     Attributes:
         schedules: schedule by the name of the policy.
-        float32_bytes: bytes of all rows and slots as they are in memory.
+        float32_bytes: bytes of all rows and slots in memory.
         rows: number of rows of all tables.
-        touched_share: share of the rows that the mean interval between two saves touches.
+        touched_share: share of the rows that are looked up between two saves, on average.
     """
 
     schedules: Mapping[str, Schedule]
@@ -216,24 +216,25 @@ def simulate(
     model: ByteModel | None = None,
     policies: Sequence[Policy] | None = None,
 ) -> Simulation:
-    """Simulates the saves of a run under each of some policies, and counts their bytes.
+    """Simulates the saves of a run under several policies, and counts their bytes.
 
-    The first save comes after the first interval, as in a run, and is full. A delta holds the
-    rows looked up since its parent; a policy sees the bytes of the saves before, and nothing
+    The first save comes after the first interval, as in a run, and is full. A delta holds the rows
+    that were looked up since its parent. A policy sees the bytes of the saves before, and nothing
     of what is to come.
 
     Args:
         accesses: trace by table: the ids of the rows that were looked up, int[steps, ...]. The
-            first axis has an entry for each train step, padded with negative ids if steps differ.
+            first axis has an entry for each train step. Pad its entries with negative ids if they
+            differ in length.
         every: number of train steps between two saves.
-        rows: number of rows by table; a table that is left out ends with its largest id.
+        rows: number of rows by table. A table that you leave out ends with its largest id.
         model: model of bytes; None: rows of 64 elements in 4 bits, with one float32 slot.
-        policies: policies to simulate; None: all that there are.
+        policies: policies to simulate; None: all policies of this library.
 
     Raises:
         OptionError: if a trace is not an array of integers, has an id past the rows of its table,
-            or no id at all; if tables differ in steps; if there are fewer than `every` steps; or
-            if something is not a policy.
+            or has no id at all; if tables have different numbers of steps; if there are fewer than
+            `every` steps; or if an entry of `policies` is not a policy.
 
     Example:
         >>> ids = np.random.default_rng(0).zipf(1.5, (100, 50)) % 1000
@@ -278,10 +279,10 @@ def simulate(
 
 
 class Followed:
-    """Policy that decides on simulated saves, and the history that it sees.
+    """Policy that decides on simulated saves, with the history that it sees.
 
     Attributes:
-        parents: number of each save's parent so far.
+        parents: number of the parent of each save so far.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -293,8 +294,8 @@ class Followed:
         """Adds a save.
 
         Args:
-            sized: function of the number of its parent, or its own if it is full, that returns
-                its rows and its bytes.
+            sized: function from the number of the parent (for a full save its own number) to the
+                rows and the bytes of the save.
         """
         save = len(self._history)
         decision = self._policy.decide(since_baseline(self._history))
@@ -324,7 +325,7 @@ class Followed:
 def _sized(
     save: int, last: Mapping[str, np.ndarray], model: ByteModel, parent: int
 ) -> tuple[int, int]:
-    """Rows and bytes of a save on a parent; a full save is its own."""
+    """Rows and bytes of a save on a parent; for a full save the parent is the save itself."""
     rows = id_bytes = 0
     for seen in last.values():
         count = len(seen) if parent == save else int((seen > parent).sum())
@@ -334,7 +335,7 @@ def _sized(
 
 
 def bytes_of_ids(last: np.ndarray, since: int, count: int) -> int:
-    """Bytes of the ids of the rows with a last look-up after `since`, `count` of them."""
+    """Bytes of the ids of the `count` rows that were last looked up after save `since`."""
     if count in (0, len(last)):
         return 0
     bitmap_bytes = (len(last) + 7) // 8
@@ -344,7 +345,7 @@ def bytes_of_ids(last: np.ndarray, since: int, count: int) -> int:
 
 
 def _checked_policies(policies: Sequence[Policy] | None) -> list[Policy]:
-    """Checks the policies to simulate; None: all that there are."""
+    """Checks the policies to simulate; None: all policies of this library."""
     if policies is None:
         return [Intermittent(), OneShot(), Consecutive(), Full()]
     try:
