@@ -1,4 +1,4 @@
-"""Compaction of a root: the chain of a step merged into one full checkpoint that stands for it."""
+"""Compaction of a root: the chain of a step is merged into one full checkpoint in its place."""
 
 from __future__ import annotations
 
@@ -46,23 +46,25 @@ _KEPT_BYTES, _CACHE_BYTES = 4 * BLOCK_BYTES, 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionPlan:
-    """What `compact` merges, and what that comes to. As a text: a line for each number.
+    """Plan of what `compact` merges, with its sizes and times. Prints as a line for each number.
 
     Attributes:
-        root: its path.
-        step: number of the step whose chain is merged; None: it rests on no other.
-        directory: of the step.
-        chain: step directories that are merged, the full one first.
-        restore_bytes: that a restore of the step reads now at most.
-        merged_bytes: that it reads afterwards; as far as it is not done, at most about so many.
-        restore_secs: that this takes, if it is known how long restores take; None: it is not.
-        merged_secs: the same afterwards, as it was planned.
-        is_done: whether it is merged.
-        merged_directory: of the step that stands for it; empty: it is not done.
-        secs: that it took.
-        replaced: step directories that an interrupted call has left, for which merged ones stand.
-        item: that is merged.
-        uuid: of the step.
+        root: path of the root.
+        step: number of the step whose chain is merged; None: the step rests on no other.
+        directory: name of the step directory.
+        chain: names of the step directories that are merged, the full one first.
+        restore_bytes: bytes that a restore of the step reads at most, before the merge.
+        merged_bytes: bytes that it reads after the merge. Until `is_done`, an estimate of the most.
+        restore_secs: seconds that the restore takes before the merge; None: not known.
+        merged_secs: seconds that it takes after the merge, as planned; None: not known.
+        is_done: whether the chain is merged.
+        merged_directory: name of the step directory that stands for the step; empty until
+            `is_done`.
+        secs: seconds that the merge took.
+        replaced: names of step directories that an interrupted call has left, for which merged
+            steps stand.
+        item: name of the item that is merged.
+        uuid: uuid of the step.
     """
 
     root: str
@@ -81,11 +83,11 @@ class CompactionPlan:
     uuid: str = ""
 
     def asdict(self) -> dict[str, Any]:
-        """All of it as values of JSON."""
+        """All fields as values of JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """What is merged, and the bytes before and after."""
+        """Text that says what is merged, and the bytes before and after."""
         if self.step is None:
             text = f"nothing to merge: step {self.directory} rests on no other"
             gone = "is" if self.is_done else "is to be"
@@ -107,19 +109,20 @@ class CompactionPlan:
     ) -> CompactionPlan:
         """Merges the chain, and removes the step that the merged one stands for.
 
-        What the step rested on stays, for the steps that rest on it and as steps of their own:
-        `prune`, or the retention of a manager, lets go of them.
+        The other steps of the chain stay as steps of their own, and for the steps that rest on
+        them. `prune`, or the retention of a manager, lets go of them.
 
         Args:
-            writer_is_dead: as of `prune`.
-            single_writer: the same.
+            writer_is_dead: as in `prune`.
+            single_writer: as in `prune`.
 
         Returns:
-            The plan as it was done.
+            The plan, with what was done.
 
         Raises:
-            WriterError: if a manager that may still be running saves there; nothing was merged.
-            ChainError, IntegrityError: if the step is gone, or something of it is damaged.
+            WriterError: if a manager that may still be running saves there. Nothing was merged.
+            NoStepError: if the step is gone.
+            ChainError, IntegrityError: if something of the chain is damaged.
             RootError: if the root cannot be read or written.
         """
         if self.step is None and not self.replaced:
@@ -170,24 +173,24 @@ def plan_compaction(
     item: str | None = None,
     restore_secs: Callable[[int], float] | None = None,
 ) -> CompactionPlan:
-    """Tells what of a root can be merged: the chain of a step into one full checkpoint.
+    """Plans to merge the chain of a step into one full checkpoint; changes nothing.
 
-    Reads manifests alone.
+    It reads manifests alone.
 
     Args:
         root: directory of the checkpoints.
-        step: whose chain is to be merged; None: the newest that can be restored.
-        item: of each step; None: the one that holds a checkpoint of this library.
-        restore_secs: function that returns the seconds of a restore that reads so many bytes;
-            None: it is not known.
+        step: number of the step whose chain is to be merged; None: the newest that can be restored.
+        item: name of the item of each step; None: the one that holds a checkpoint of this library.
+        restore_secs: function from the bytes that a restore reads to the seconds that it takes;
+            None: the plan has no times.
 
     Returns:
-        What would be merged; `execute` does it.
+        The plan; its `execute` merges the chain.
 
     Raises:
         NoStepError: if there is no such folder or step, or none that restores.
-        OptionError: if it is no root.
-        ChainError: if its chain is not whole.
+        OptionError: if the folder is no root.
+        ChainError: if the chain of the step is not whole.
         RootError: if the root cannot be read.
 
     Example:
@@ -255,25 +258,25 @@ def compact(
     single_writer: bool = False,
     item: str | None = None,
 ) -> CompactionPlan:
-    """Merges the chain of a step into one full checkpoint that stands for it; needs no state.
+    """Merges the chain of a step into one full checkpoint that stands for it; needs no train state.
 
-    Rows are taken as they are stored, and integers of `lattice` and of moments added: what is
-    restored has the same bits as before. Deltas that rest on the step go on to do so. Memory
-    is bounded, whatever the size of the tables, and a crash leaves the root as it was before, or
+    It takes rows as they are stored, and adds the integers of `lattice` and of moments, so a
+    restore gives the same bits as before. Deltas that rest on the step then rest on the merged one.
+    Memory is bounded, whatever the size of the tables. A crash leaves the root as it was before, or
     with the merged step.
 
     Args:
         root: directory of the checkpoints.
-        step: as of `plan_compaction`.
-        writer_is_dead: as of `prune`.
-        single_writer: the same.
-        item: as of `plan_compaction`.
+        step: as in `plan_compaction`.
+        writer_is_dead: as in `prune`.
+        single_writer: as in `prune`.
+        item: as in `plan_compaction`.
 
     Returns:
-        What was done.
+        The plan, with what was done.
 
     Raises:
-        CnrError: as `plan_compaction`, and `CompactionPlan.execute`.
+        CnrError: as `plan_compaction` and `CompactionPlan.execute` raise it.
     """
     plan = plan_compaction(root, step=step, item=item)
     return plan.execute(writer_is_dead=writer_is_dead, single_writer=single_writer)
@@ -337,9 +340,9 @@ def write_merged(directory: AnyPath, chain: Sequence[StepReader], uuid: str) -> 
     """Writes the item of a checkpoint that holds what a chain restores to, durably.
 
     Args:
-        directory: of the item, which is empty.
-        chain: the full checkpoint first.
-        uuid: of the merged checkpoint.
+        directory: directory of the item, which is empty.
+        chain: readers of the chain, the full checkpoint first.
+        uuid: uuid of the merged checkpoint.
 
     Raises:
         IntegrityError, FormatError: if something of the chain is damaged.
