@@ -1,7 +1,7 @@
-"""What a root holds, step by step, without jax, Orbax and TensorStore.
+"""Description of what a root holds, step by step, without jax, Orbax and TensorStore.
 
-Manifests are read and checked, and the sizes of the files that they name; what is in those files
-is not: `verify` reads it.
+It reads and checks manifests, and looks at the sizes of the files that they name. It does not read
+these files: `verify` does.
 """
 
 from __future__ import annotations
@@ -47,28 +47,27 @@ def describe(
     item: str | None = None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> RootDescription:
-    """What a root holds: kinds, parents, bytes by table, reasons, and what can be restored.
+    """Describes what a root holds: kinds, parents, bytes by table, reasons, and what restores.
 
-    Changes nothing, and imports neither jax nor Orbax, so it takes milliseconds a step. A run
-    may be saving there. Steps that cannot be read are described as that; folders that are no
-    steps are left out.
+    It changes nothing, and a run may be saving there. It imports neither jax nor Orbax, so it takes
+    milliseconds a step. Steps that cannot be read are in the description as such. Folders that are
+    no steps are not.
 
     Args:
         root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
-        item: the item of each step to look at; None: the one in which most of the newest steps
-            hold a checkpoint of this library.
-        on_step: called after each step with the number of steps that were looked at, and of
-            all.
+        item: name of the item of each step to look at; None: the one in which most of the newest
+            steps hold a checkpoint of this library.
+        on_step: function that is called after each step, with the number of steps looked at so far,
+            and the number of all steps.
 
     Returns:
-        A value that prints as a table of steps; `asdict()` makes JSON of it.
+        The description, which prints as a table of steps; `asdict()` turns it into JSON.
 
     Raises:
-        NoStepError: if there is no such folder, or a save that is not committed has moved its
-            steps away; it is a FileNotFoundError too.
-        OptionError: if checkpoints cannot be kept in such a root, or it is a file, or a step
-            of a root.
-        OSError: if the root cannot be seen or listed; of a bucket a `RootError`.
+        NoStepError: if there is no such folder, or a save that is not committed has moved its steps
+            away; it is a FileNotFoundError too.
+        OptionError: if the path cannot be a root, or is a file, or a step of a root.
+        OSError: if the root cannot be seen or listed; for a bucket a `RootError`.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -136,16 +135,16 @@ def look_into(
     """Looks at the files of steps, without reading what is in them.
 
     Args:
-        root: holds the step directories.
-        item: of this library in each of them.
-        index: of the root. Those that it does not know are read first; it is told what is wrong
-            with them, and which have been removed meanwhile.
-        directories: of the steps.
+        root: root that holds the step directories.
+        item: name of the item of this library in each of them.
+        index: ledger of the root. It first reads the steps that it does not know, and notes what is
+            wrong with them, and which have been removed meanwhile.
+        directories: names of the step directories.
         on_step: see `describe`.
 
     Returns:
-        The steps by directory, each without what its parents mean for it; folders that neither
-        this library nor Orbax has saved are left out.
+        The steps by directory, each without what its parents mean for it. Folders that neither this
+        library nor Orbax has saved are left out.
     """
     found: dict[str, StepDescription] = {}
     known = index.directories()
@@ -253,7 +252,7 @@ def _described(directory: str, manifest: Manifest) -> StepDescription:
 
 
 def state_bytes(tables: Iterable[TableEntry], dense: Iterable[DenseLeaf]) -> int:
-    """Bytes of the arrays of a state, as they are in memory."""
+    """Bytes of the arrays of a state in memory."""
     of_tables = [leaf for table in tables for leaf in table.leaves]
     dense = [leaf for leaf in dense if leaf.kind == "array"]
     return sum(

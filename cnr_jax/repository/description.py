@@ -1,4 +1,4 @@
-"""What `describe` has found in a root: values, and how they print."""
+"""The values that `describe` returns, and how they print."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ StepKind = Literal["full", "delta", "orbax", "unreadable"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeafDescription:
-    """A table itself, or one of its slots, as one step holds it.
+    """Description of one leaf of a table, the table itself or a slot, as one step holds it.
 
     Attributes:
         name: `"table"`, or the name of the slot.
-        path: keys that lead to it in the state, joined by `/`.
-        shape: in the state.
-        dtype: in the state.
-        codecs: how rows of it are stored, such as `"adaptive 4 bits"`; that of most rows first.
-        rows: rows of it that the step holds.
-        bytes: encoded rows, without row ids, checksums and array metadata.
-        tiles: parts of it that were saved one by one, mostly one for each device.
+        path: keys that lead to the leaf in the state, joined by `/`.
+        shape: shape of the leaf in the state.
+        dtype: dtype of the leaf in the state.
+        codecs: codecs of its rows, such as `"adaptive 4 bits"`; that of most rows first.
+        rows: number of its rows that the step holds.
+        bytes: bytes of its encoded rows, without row ids, checksums and array metadata.
+        tiles: number of parts of it that were saved one by one, mostly one for each device.
     """
 
     name: str
@@ -42,19 +42,19 @@ class LeafDescription:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableDescription:
-    """A table as one step holds it.
+    """Description of a table as one step holds it.
 
     Attributes:
-        name: of the table.
-        rows: of the table.
-        saved_rows: rows that the step holds, those of the table's padding among them.
-        table_bytes: its encoded rows and row ids in the step.
-        slot_bytes: encoded rows of its slots.
-        leaves: the table itself first, then its slots.
-        sample_rows: rounded rows of it that were read back while they were saved, to see how
-            far off they are; None where none was.
-        mean_row_error: of these, the mean of `||row - read|| / ||row||`.
-        worst_row_error: the greatest.
+        name: name of the table.
+        rows: number of rows of the table.
+        saved_rows: number of rows that the step holds, rows of the table's padding included.
+        table_bytes: bytes of its encoded rows and row ids in the step.
+        slot_bytes: bytes of the encoded rows of its slots.
+        leaves: descriptions of the table itself, then of its slots.
+        sample_rows: number of its rounded rows that were read back during the save, to see how far
+            off they are; None if none was.
+        mean_row_error: mean of `||row - read|| / ||row||` over these rows.
+        worst_row_error: greatest of these errors.
     """
 
     name: str
@@ -69,37 +69,37 @@ class TableDescription:
 
     @property
     def saved_share(self) -> float:
-        """Share of its stored rows that the step holds: of a delta those that changed."""
+        """Share of the table's stored rows that the step holds: of a delta those that changed."""
         stored = self.leaves[0].shape[0] if self.leaves else self.rows
         return self.saved_rows / max(1, stored)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepDescription:
-    """A step of a root.
+    """Description of a step of a root.
 
-    What a manifest would tell is None, 0 or empty where there is none of this library that can
-    be read.
+    If the step has no manifest of this library that can be read, what the manifest would tell is
+    None, 0 or empty.
 
     Attributes:
-        step: its number.
+        step: number of the step.
         directory: name of its step directory.
-        kind: `"full"` or `"delta"`; `"orbax"`: saved by plain Orbax; `"unreadable"`: its
-            manifest cannot be read.
-        parent: step that a delta rests on.
+        kind: `"full"` or `"delta"`; `"orbax"`: saved by plain Orbax; `"unreadable"`: its manifest
+            cannot be read.
+        parent: number of the step that a delta rests on.
         generation: number of the branch; a rollback starts a higher one.
-        run: that it belongs to; None also for a step that does not say.
+        run: id of the run that it belongs to; None also if the step does not say.
         policy: name of the policy that was asked.
         reason: why it is full or a delta.
-        rows: rows it holds, over all tables.
+        rows: number of rows it holds, over all tables.
         table_bytes, slot_bytes, dense_bytes, manifest_bytes: as in a `SaveReport`.
-        state_bytes: what a plain full save would have written, as in a `SaveReport`.
-        secs: from the start of the save until its manifest was written.
-        saved_at: when the manifest was written, in UTC.
+        state_bytes: bytes that a plain full save would have written, as in a `SaveReport`.
+        secs: seconds from the start of the save until its manifest was written.
+        saved_at: time when the manifest was written, in UTC.
         restores: how often a run was restored along its branch.
-        tables: what it holds of each table; empty where that cannot be read.
-        problem: why it cannot be restored, in a line; empty if it can, as far as manifests and
-            the sizes of files tell.
+        tables: descriptions of its tables; empty if they cannot be read.
+        problem: why it cannot be restored, in a line; empty if it can, as far as manifests and the
+            sizes of files tell.
         may_lack_rows: whether an audit found later that rows may be missing in it.
     """
 
@@ -126,22 +126,22 @@ class StepDescription:
 
     @property
     def restorable(self) -> bool:
-        """Whether a manager of this library can restore it, as far as is seen."""
+        """Whether a manager of this library can restore the step, as far as can be seen."""
         return not self.problem
 
     @property
     def total_bytes(self) -> int:
-        """All bytes written for it."""
+        """Bytes of all that was written for the step."""
         rows = self.table_bytes + self.slot_bytes
         return rows + self.dense_bytes + self.manifest_bytes
 
     @property
     def reduction(self) -> float:
-        """How many times smaller than a plain full save it is."""
+        """Factor by which the step is smaller than a plain full save."""
         return self.state_bytes / max(1, self.total_bytes)
 
     def asdict(self) -> dict[str, Any]:
-        """All of it, and what follows from it, as values of JSON."""
+        """All fields, and figures that follow from them, as values of JSON."""
         found = dataclasses.asdict(self)
         found["saved_at"] = self.saved_at.isoformat() if self.saved_at else None
         found["total_bytes"], found["reduction"] = self.total_bytes, self.reduction
@@ -151,18 +151,20 @@ class StepDescription:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RootDescription:
-    """What a root holds. As a text: a table of its steps, chain by chain.
+    """Description of a root. Prints as a table of its steps, chain by chain.
 
     Attributes:
-        root: its path.
-        item: of each step that was looked at; None: no step holds one of this library.
-        steps: branch by branch, each in the order of its saves; those whose branch is not
-            known come first.
-        abandoned: folders of steps that a rollback moved aside, or left behind under their names.
-        earlier_runs: folders of runs that `Options(new_run=True)` moved aside; each is a root.
-        unfinished: folders of saves that are being written, or were killed.
-        removed: folders of removed steps that still hold files.
-        latest_step: the step that `restore(None)` would take; None: there is none.
+        root: path of the root.
+        item: name of the item of each step that was looked at; None: no step holds one of this
+            library.
+        steps: descriptions of steps, branch by branch, in the order of saves; steps whose branch is
+            not known come first.
+        abandoned: names of folders of steps that a rollback moved aside, or left behind unrenamed.
+        earlier_runs: names of folders of runs that `Options(new_run=True)` moved aside; each is a
+            root.
+        unfinished: names of folders of saves that are being written, or were killed.
+        removed: names of folders of removed steps that still hold files.
+        latest_step: number of the step that `restore(None)` would take; None: there is none.
     """
 
     root: str
@@ -176,11 +178,11 @@ class RootDescription:
 
     @property
     def total_bytes(self) -> int:
-        """All bytes of steps of this library."""
+        """Bytes of all steps of this library."""
         return sum(step.total_bytes for step in self.steps)
 
     def asdict(self) -> dict[str, Any]:
-        """All of it, and what follows from it, as values of JSON."""
+        """All fields, and figures that follow from them, as values of JSON."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**found, "steps": [step.asdict() for step in self.steps]}
 
@@ -191,9 +193,9 @@ class RootDescription:
 
 
 def chains(steps: Iterable[StepDescription]) -> list[list[StepDescription]]:
-    """Steps in groups: one that rests on no other, then all that rest on it, each in order.
+    """Groups steps: one that rests on no other, then all that rest on it, each group in order.
 
-    A delta whose parent is not there stands at the head of those that rest on it.
+    A delta whose parent is not there begins the group of the steps that rest on it.
     """
     groups: dict[str, list[StepDescription]] = {}
     # Of each step the group it is in; where several have a number, the newest generation.
@@ -222,11 +224,11 @@ def chains(steps: Iterable[StepDescription]) -> list[list[StepDescription]]:
 def step_lines(
     root: RootDescription, now: datetime.datetime | None = None
 ) -> list[tuple[str, StepDescription | None]]:
-    """A header, and a line for each step with the step, chain by chain.
+    """Returns a header, then a line for each step with the step, chain by chain.
 
     Args:
-        root: to be printed.
-        now: ages are given as of then; None: times are given.
+        root: description to print.
+        now: time from which ages are counted; None: the lines give times instead.
     """
     groups = chains(root.steps)
     steps = [each for group in groups for each in group]
@@ -274,7 +276,7 @@ def step_lines(
 
 
 def footer(root: RootDescription) -> list[str]:
-    """What a root comes to, and what lies beside its steps."""
+    """Lines with the total of a root, and what lies beside its steps."""
     lost = sum(bool(step.problem) for step in root.steps if step.kind != "orbax")
     latest = root.latest_step
     verdict = "none restores"
@@ -312,11 +314,11 @@ def footer(root: RootDescription) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """Lines of cells that stand below each other.
+    """Aligns cells in columns; returns the lines.
 
     Args:
-        rows: of equally many cells.
-        right: columns whose cells end below each other.
+        rows: rows of equally many cells.
+        right: numbers of the columns whose cells end below each other.
 
     Example:
         >>> aligned([["step", "rows"], ["7", "1,024"]], right={1})
