@@ -1,7 +1,7 @@
-"""What a run has done, line by line: a file of JSON in its root, one line a save or restore.
+"""Metrics of a run: a file of JSON in its root, with one line for each save or restore.
 
-It is no part of any checkpoint: whoever loses it loses no step. A line is appended by one call, so
-that a program that is killed leaves whole lines, and perhaps the beginning of one more.
+The file is no part of any checkpoint: whoever loses it loses no step. A line is appended by one
+call. So a killed program leaves whole lines, and perhaps the beginning of one more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_can_append(root: AnyPath) -> None:
     """Checks that metrics can be kept in a root.
 
     Raises:
-        OptionError: if it is in a store, where nothing can be appended.
+        OptionError: if the root is in a store, where nothing can be appended.
     """
     if not can(root).appends:
         raise errors.OptionError(
@@ -41,12 +41,12 @@ def append_event(root: AnyPath, event: str, facts: Mapping[str, Any]) -> None:
     """Adds a line to the metrics of a root.
 
     Args:
-        root: a local one.
-        event: what was done, `"save"` or `"restore"`.
+        root: a local root.
+        event: kind of event, `"save"` or `"restore"`.
         facts: values of JSON.
 
     Raises:
-        OSError: if it cannot be written; a line may then be left unfinished.
+        OSError: if the line cannot be written; a part of it may be left.
     """
     document = {
         "event": event,
@@ -59,11 +59,12 @@ def append_event(root: AnyPath, event: str, facts: Mapping[str, Any]) -> None:
 
 
 def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What a run with `Options(metrics=True)` has noted in its root, the oldest first.
+    """Reads what a run with `Options(metrics=True)` has noted in its root, the oldest first.
 
-    Imports neither jax nor Orbax. A run may be saving there; a line that tells of neither, such as
-    the beginning of one that a killed program has left, is passed over. A root that holds runs one
-    after the other (`Options(new_run=True)`) has one file for all of them: `run` tells them apart.
+    It imports neither jax nor Orbax, and a run may be saving there. It passes over lines that tell
+    of neither a save nor a restore, such as the beginning of a line that a killed program has left.
+    If a root holds runs one after the other (`Options(new_run=True)`), all of them are in one file:
+    `run` tells them apart.
 
     Args:
         root: directory of the checkpoints, a local path.
@@ -71,13 +72,13 @@ def read_metrics(root: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Returns:
         A dict for each save and restore: `event`, which is `"save"` or `"restore"`;
         `written_at_unix_secs`; and what `asdict()` of the `SaveReport` or `RestoreReport` gives,
-        without the leaves of tables. Empty without metrics.
+        without the leaves of tables. The list is empty if there are no metrics.
 
     Raises:
         NoStepError: if there is no such folder; it is a FileNotFoundError too.
-        OptionError: if it is a file, or a step of a root.
-        IntegrityError: if there is no file, but something else, in the place of the metrics.
-        OSError: if they cannot be read.
+        OptionError: if the path is a file, or a step of a root.
+        IntegrityError: if something other than a file is in the place of the metrics.
+        OSError: if the metrics cannot be read.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
