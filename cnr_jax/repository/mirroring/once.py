@@ -1,4 +1,4 @@
-"""A root mirrored on demand, and each of two mended by the other."""
+"""Mirrors a root on demand, and mends each of two roots from the other."""
 
 from __future__ import annotations
 
@@ -34,37 +34,38 @@ def mirror(
     item: str | None = None,
     follows: Callable[[MirrorReport], bool] | None = None,
 ) -> MirrorReport:
-    """Copies the committed steps of a root to another one, parents first.
+    """Copies the committed steps of a root to another root, parents first.
 
-    Each file is checked on the way. What is there already is not copied again, and what a killed
-    program has copied of a step neither. A run may be saving in the root meanwhile. Needs no
-    device.
+    It checks each file on the way. It does not copy again what the mirror already has, even of a
+    step that a killed program has copied in part. A run may be saving in the root meanwhile. The
+    call needs no device.
 
     Args:
         root: directory of the checkpoints.
-        url: of the mirror, which is made if missing.
-        keep: how many steps stay in the mirror, the newest ones, and what they rest on; None: all.
-        repair: whether files of steps that are in both, and damaged or missing in one, are
-            replaced by those of the other. This reads every byte of both, and no program may save
-            to either.
-        bytes_per_sec: that are written at most; None: no limit.
-        writer_is_dead: for `repair`: the managers that saved to either have ended, though that
-            cannot be seen.
-        single_writer: whether either may be where the conditions of puts are ignored, as of
-            `Options`.
-        item: of each step; None: the one that holds a checkpoint of this library.
-        follows: called with the report each time that all is copied; whether to look
-            for more. None: once.
+        url: path or URL of the mirror, which is made if it is missing.
+        keep: how many of the newest steps stay in the mirror, with the steps that these rest on;
+            None: all stay.
+        repair: whether to mend steps that are in both roots: a file that is damaged or missing in
+            one is replaced by that of the other. This reads every byte of both, and no program may
+            save to either.
+        bytes_per_sec: bytes a second that are written at most; None: no limit.
+        writer_is_dead: for `repair`, whether you promise that the managers that saved to either
+            root have ended, where that cannot be seen.
+        single_writer: as in `Options`, for both roots: whether their services may ignore the
+            conditions of puts.
+        item: name of the item of each step; None: the one that holds a checkpoint of this library.
+        follows: function that is called with the report each time that all is copied, and says
+            whether to look for more. None: the call copies once.
 
     Returns:
-        What was done, and what could not be.
+        The report of what was done, and of what could not be.
 
     Raises:
         NoStepError: if there is no such root.
-        OptionError: if one root lies in the other, or checkpoints cannot be kept there.
+        OptionError: if one root lies in the other, or the mirror is where no root can be.
         UsedRootError: if the mirror holds another run.
-        WriterError: if another program copies to the mirror; for `repair`, saves to either.
-        RootError: if a root cannot be seen, such as one in a bucket that is not there.
+        WriterError: if another program copies to the mirror; with `repair`, if one saves to either.
+        RootError: if a root cannot be seen, for example because its bucket does not exist.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, cnr_jax as cnr
@@ -119,7 +120,7 @@ def mirror(
 def _repair(
     root: AnyPath, target: AnyPath, item: str, problems: list[str], told: Any
 ) -> list[str]:
-    """Mends each of two roots by the other, as `claimed` is told; returns what was mended."""
+    """Mends each of two roots from the other, as `claimed` is told; returns what was mended."""
     check_apart(root, target)
     layout.check_is_there(target)
     mended, told = list[str](), {**told, "not_done": "mended"}

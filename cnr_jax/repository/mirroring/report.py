@@ -1,4 +1,4 @@
-"""What a mirror has done, and how far it is behind its root."""
+"""Report of a mirror: what it has done, and how far it is behind its root."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from cnr_jax.texts import count_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorReport:
-    """What a mirror has done since it was opened, and how far it is behind its root.
+    """Report of a mirror: what it has done since it was opened, and how far it is behind its root.
 
     Attributes:
-        root: that is mirrored.
-        mirror: where to.
+        root: path of the root.
+        mirror: path or URL of the mirror.
         copied_steps: number of steps that were copied.
         removed_steps: number of older steps that `mirror_keep` has let go of in the mirror.
-        skipped_steps: steps that retention removed from the root before they were copied.
+        skipped_steps: numbers of steps that retention removed from the root before they were
+            copied.
         mended: paths of files that were mended, and of steps that were brought back.
-        problems: why steps are not copied, one line each; those that rest on them are not either.
-        lag_steps: number of committed steps that are not in the mirror: lost with the root.
-        lag_secs: seconds since the oldest of these was committed; 0 if there is none.
-        backlog_bytes: bytes of these.
+        problems: why steps are not copied, one line each. Steps that rest on them are not copied
+            either.
+        lag_steps: number of committed steps that are not in the mirror, and are lost with the root.
+        lag_secs: seconds since the oldest of these steps was committed; 0 if there is none.
+        backlog_bytes: bytes of these steps.
     """
 
     root: str
@@ -37,7 +39,7 @@ class MirrorReport:
     backlog_bytes: int = 0
 
     def __str__(self) -> str:
-        """A line."""
+        """One line."""
         done = f"{count_of(self.copied_steps, 'step')} copied to {self.mirror}"
         if self.mended:
             done += f", {count_of(len(self.mended), 'file or step', 'files or steps')} mended"
