@@ -1,4 +1,4 @@
-"""Single rows of a table, and which rows a step holds, read from a root without a manager."""
+"""Reads single rows of a table, and which rows a step holds, from a root without a manager."""
 
 from __future__ import annotations
 
@@ -86,28 +86,28 @@ def read_rows(
     slots: bool = False,
     item: str | None = None,
 ) -> Any:
-    """Rows of a table as a restore of the step would give them, without reading the others.
+    """Reads rows of a table, as a restore of the step would give them, without reading the others.
 
-    Of each array of the chain the chunks that these rows lie in are read, up to 16 MiB each, and
-    all row ids of the table; every chunk is checked as in a restore. Changes nothing.
+    It reads all row ids of the table, and of each array of the chain only the chunks that the rows
+    lie in, up to 16 MiB each. It checks every chunk as a restore does, and changes nothing.
 
     Args:
         root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
-        table: name of the table, as `find_tables` was given it.
-        ids: of rows, as `record` takes them: integers in any shape, in any order, also twice;
-            negative ones count from the end, as in `table[ids]`.
-        step: to read; None: the newest of the newest branch whose chain is there.
-        slots: whether the rows of its optimizer slots are read too.
-        item: the item of the step; None: the one that holds a checkpoint of this library.
+        table: name of the table, as it was given to `find_tables`.
+        ids: ids of rows, as `record` takes them: integers in any shape and order, also repeated.
+            Negative ones count from the end, as in `table[ids]`.
+        step: number of the step; None: the newest of the newest branch whose chain is there.
+        slots: whether to read the rows of the table's optimizer slots too.
+        item: name of the item of the step; None: the one that holds a checkpoint of this library.
 
     Returns:
-        The rows, `[*shape of ids, *shape of a row]` in the dtype that was saved. With `slots` a
-        pair: these, and those of the slots by name.
+        The rows, `[*shape of ids, *shape of a row]`, in the dtype that was saved. With `slots`, a
+        pair of these rows and a dict of the rows of slots by name.
 
     Raises:
-        OptionError: if there is no such table, ids are no integers or out of range, the step is
-            no integer, or the root is a file, or a step of a root.
-        NoStepError: if there is no such root or step, or no more; it is a FileNotFoundError too.
+        OptionError: if there is no such table, `ids` are no integers or out of range, `step` is no
+            integer, or the root is a file, or a step of a root.
+        NoStepError: if there is no such root or step, or no longer; it is a FileNotFoundError too.
         ChainError, IntegrityError, FormatError: if what is read is damaged or missing.
 
     Example:
@@ -147,23 +147,23 @@ def _rows(place: Place, table: str, ids: Any, slots: bool) -> Any:
 def changed_rows(
     root: str | os.PathLike[str], step: int, table: str, *, item: str | None = None
 ) -> np.ndarray:
-    """The rows of a table that a step holds itself: of a delta those changed since its parent.
+    """Reads which rows of a table a step holds itself: for a delta, those changed since its parent.
 
-    A full step holds all rows. What the parent is the policy decides: the step before, or the
-    latest full one. Reads manifests and row ids, no rows. Changes nothing.
+    A full step holds all rows. The policy decides which step is the parent: the step before, or the
+    latest full one. The call reads manifests and row ids, but no rows, and changes nothing.
 
     Args:
         root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
-        step: to look at.
+        step: number of the step.
         table: name of the table.
-        item: the item of the step; None: the one that holds a checkpoint of this library.
+        item: name of the item of the step; None: the one that holds a checkpoint of this library.
 
     Returns:
-        int64, ids as `record` takes them, sorted.
+        int64[n], ids of rows as `record` takes them, sorted.
 
     Raises:
         OptionError: if there is no such table, or the root is a file, or a step of a root.
-        NoStepError: if there is no such root or step, or no more; it is a FileNotFoundError too.
+        NoStepError: if there is no such root or step, or no longer; it is a FileNotFoundError too.
         IntegrityError, FormatError: if what is read is damaged or missing.
 
     Example:
