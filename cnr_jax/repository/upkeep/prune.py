@@ -1,4 +1,4 @@
-"""Deleting steps of a root by hand: what retention would let go of, and why the rest stays."""
+"""Deletion of steps by hand: which ones retention would let go of, and why the others stay."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ FateKind = Literal["full", "delta", "orbax", "unreadable", "aside", "earlier run
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What becomes of one folder of a root, and why.
+    """Fate of one folder of a root: whether it stays, and why.
 
     Attributes:
-        name: of the folder.
-        step: its number; None: it is no step.
-        kind: `"full"` or `"delta"`; `"orbax"`: saved by plain Orbax, and never touched here;
-            `"unreadable"`: a step whose manifest cannot be read; `"aside"`: a step that a
-            rollback has set aside; `"earlier run"`: a root that `Options(new_run=True)` has set
-            aside.
-        bytes: of all files in it.
-        stays: whether it is kept.
-        reason: why it is, or is not.
+        name: name of the folder.
+        step: number of the step; None: the folder is no step.
+        kind: `"full"` or `"delta"`; `"orbax"`: saved by plain Orbax, and never deleted by `prune`;
+            `"unreadable"`: a step whose manifest cannot be read; `"aside"`: a step that a rollback
+            has set aside; `"earlier run"`: a root that `Options(new_run=True)` has set aside.
+        bytes: bytes of all files in the folder.
+        stays: whether the folder is kept.
+        reason: why it is kept, or is not.
     """
 
     name: str
@@ -57,12 +56,12 @@ class Fate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What `prune` deletes, and what it keeps. As a text: a table of it.
+    """Plan of what `prune` deletes, and what it keeps. Prints as a table.
 
     Attributes:
-        root: its path.
-        fates: of all steps, in the order of `describe`, then of what lies beside them.
-        is_done: whether what does not stay is deleted.
+        root: path of the root.
+        fates: fates of all steps, in the order of `describe`, then of the folders beside them.
+        is_done: whether the folders that do not stay are deleted.
     """
 
     root: str
@@ -71,16 +70,16 @@ class PrunePlan:
 
     @property
     def going(self) -> tuple[Fate, ...]:
-        """What does not stay."""
+        """Fates of the folders that do not stay."""
         return tuple(fate for fate in self.fates if not fate.stays)
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of all that does not stay."""
+        """Bytes of all folders that do not stay."""
         return sum(fate.bytes for fate in self.going)
 
     def asdict(self) -> dict[str, Any]:
-        """All of it, and what follows from it, as values of JSON."""
+        """All fields, and figures that follow from them, as values of JSON."""
         return {**dataclasses.asdict(self), "freed_bytes": self.freed_bytes}
 
     def __str__(self) -> str:
@@ -88,7 +87,7 @@ class PrunePlan:
         return "\n".join(line for line, _ in self.lines())
 
     def lines(self) -> list[tuple[str, Fate | None]]:
-        """The text, line by line, with what each is about."""
+        """Lines of the text, each with the fate that it is about."""
         rows = [["name", "kind", "bytes", "", "because"]]
         gone = "gone" if self.is_done else "goes"
         for each in self.fates:
@@ -119,45 +118,45 @@ def prune(
     single_writer: bool = False,
     item: str | None = None,
 ) -> PrunePlan:
-    """Tells which steps of a root are superfluous, and deletes them if that is asked for.
+    """Finds the steps of a root that are superfluous, and with `delete` deletes them.
 
     The newest steps of the newest run stay, and all that they rest on, as with the retention of a
-    manager. Steps of other runs stay, those that cannot be restored, and everything that a
-    folder without a readable manifest may rest on; also steps that are not called as the others
-    are, such as copies, with what they rest on, and all steps where it cannot be told which these
-    are; and all files and folders of others. What rollbacks have
-    set aside goes as soon as any step of the run does, if all folders can be read. With `delete`
-    what killed programs have left is cleared too, before anything else and as by the first save of
-    a manager: saves that were never committed, and steps that were removed in part. Without it a
-    run may be saving there: what that removes meanwhile is left out.
+    manager. These stay too: steps of other runs; steps that cannot be restored; everything that a
+    folder without a readable manifest may rest on; steps that are not named as the others, such as
+    copies, with what they rest on, or all steps if `prune` cannot tell which are copies; and all
+    files and folders that are not of this library. Steps that rollbacks have set aside go as soon
+    as any step of the run does, if all folders can be read. With `delete`, `prune` first clears
+    away what killed programs have left, as the first save of a manager does: saves that were never
+    committed, and steps that were removed in part. Without `delete` a run may be saving there; the
+    plan leaves out what that run removes meanwhile.
 
-    Imports neither jax nor Orbax. A crash in the middle leaves a root in which every step that
-    is listed restores as before: deltas go before what they rest on.
+    `prune` imports neither jax nor Orbax. It deletes deltas before what they rest on, so after a
+    crash every step that is listed restores as before.
 
     Args:
-        root: directory of the checkpoints: a local path or a `file://` URL.
-        keep: how many steps that restore stay, the newest ones.
-        min_fulls: full checkpoints of the newest branch that stay.
-        delete: False: nothing is changed, and what would be is returned.
-        other_runs: whether that is deleted too which is of another run and was set aside: the
-            roots that `Options(new_run=True)` has made of earlier runs. One that holds
-            steps that are not all called alike, such as copies, stays.
-        writer_is_dead: the manager that saved here last has ended. Needed where that cannot
-            be seen: it ran on another host, in another container, before this machine was booted,
-            or in this very process; or it was of an older version, or there is no `/proc`. If it
-            has not ended, it still has the root afterwards.
-        single_writer: whether the root may be where the conditions of puts are ignored, as of
-            `Options`.
-        item: of each step; None: the one that holds a checkpoint of this library.
+        root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
+        keep: how many of the newest steps that restore stay.
+        min_fulls: how many full checkpoints of the newest branch stay.
+        delete: whether to delete; False: nothing is changed, and the plan says what would be.
+        other_runs: whether to delete also what is of other runs and was set aside: their steps
+            that rollbacks set aside, and the roots that `Options(new_run=True)` has made of earlier
+            runs. A root with steps that are not all named alike, such as copies, stays.
+        writer_is_dead: whether you promise that the manager that saved here last has ended. Needed
+            where `prune` cannot see that: the manager ran on another host, in another container,
+            before this machine was booted, or in this very process; or it was of an older version,
+            or there is no `/proc`. If it has not ended, it still has the root afterwards.
+        single_writer: as in `Options`: whether the service of the root may ignore the conditions of
+            puts.
+        item: name of the item of each step; None: the one that holds a checkpoint of this library.
 
     Returns:
-        What stays and what does not, each with the reason.
+        The plan: what stays and what does not, each with the reason.
 
     Raises:
-        NoStepError: if there is no such folder, or no step in it restores: then nothing goes.
-        OptionError: if it is no root, or a number is not positive.
-        WriterError: if a manager that may still be running saves there; nothing was deleted.
-        RootError: if the root cannot be read or written, or something in it cannot be removed: it
+        NoStepError: if there is no such folder, or no step in it restores. Nothing is deleted then.
+        OptionError: if the folder is no root, or a number is not positive.
+        WriterError: if a manager that may still be running saves there. Nothing was deleted.
+        RootError: if the root cannot be read or written, or something in it cannot be removed. That
             is there as before, with what it rests on. It is an OSError.
 
     Example:
@@ -210,7 +209,7 @@ def _positive(name: str, given: Any) -> int:
 
 
 def item_of(root: store.AnyPath, item: str | None) -> str:
-    """The item of a root to go by, which must be one that can be changed.
+    """Name of the item of a root to go by, which must be one that can be changed.
 
     Raises:
         NoStepError: if there is no such folder.
@@ -237,17 +236,17 @@ def claimed(
     single_writer: bool,
     not_done: str = "deleted",
 ) -> Iterator[tuple[RootWriter, Ledger]]:
-    """The writer of a root that nobody else saves to meanwhile, and what is in the root.
+    """Claims a root for as long as nobody else saves to it; gives its writer and its ledger.
 
     Args:
-        root: that is claimed.
-        item: of its steps.
-        writer_is_dead: the manager that saved there last has ended, whatever is seen of it.
-        single_writer: it is not tried that two writers are told apart.
-        not_done: what was done to nothing if it is refused.
+        root: root that is claimed.
+        item: name of the item of its steps.
+        writer_is_dead: whether the manager that saved there last has ended, whatever is seen of it.
+        single_writer: whether to leave out the trial that two writers are told apart.
+        not_done: what was not done if the claim is refused, such as `"deleted"`.
 
     Raises:
-        WriterError: if somebody may.
+        WriterError: if a manager may be saving there.
     """
     before = read_writer(root)
     # A folder of that name is nobody's claim; the claim below says what is to be done about it.
