@@ -1,7 +1,7 @@
-"""Everything that is wrong in a root, found without a device and without changing anything.
+"""Finds everything that is wrong in a root, without a device and without changing anything.
 
-`"structure"` looks at what can be told from manifests, names and sizes; `"data"` also reads every
-byte. Nothing stops the search: what is found is listed, with what it means for which steps.
+`"structure"` checks what manifests, names and sizes tell. `"data"` also reads every byte. Nothing
+stops the search: each problem is listed, with the steps that it makes unrestorable.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ Level = Literal["structure", "data"]
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """Something that is not as it should be.
+    """Problem in a root: something that is not as it should be.
 
     Attributes:
-        directory: name of the step directory, or of what lies beside those.
-        file: the file or folder in it, with the item first; empty for the directory itself.
-        kind: stable identifier of the trouble, such as `"file_missing"`; those of errors.
-        consequence: names of the step directories that cannot be restored because of it;
-            empty for what does no harm.
-        message: what is wrong, for people.
+        directory: name of the step directory, or of a file or folder beside the steps.
+        file: path of the file or folder in that directory, with the item first; empty for the
+            directory itself.
+        kind: stable identifier of the trouble, such as `"file_missing"`; errors have the same ones.
+        consequence: names of the step directories that cannot be restored because of it; empty if
+            it does no harm.
+        message: text for people that says what is wrong.
         root: path of the root: that of a manager, or that of its mirror.
     """
 
@@ -72,29 +73,29 @@ def verify(
     item: str | None = None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> tuple[Problem, ...]:
-    """Everything that is wrong in a root, in order of its directories.
+    """Lists everything that is wrong in a root, in the order of its directories.
 
-    Changes nothing and needs no device. A save or a removal that is under way is no problem,
-    so the root may be in use; what a run abandoned or left behind is listed as harmless.
+    It changes nothing and needs no device. A save or a removal that is under way is no problem, so
+    the root may be in use. What a run abandoned or left behind is listed as harmless.
 
     Args:
         root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
-        level: `"structure"`: manifests, digests of small files, presence and sizes of all
-            others, files that do not belong here, parents. `"data"`: also every byte is read
-            and compared with its checksum, and row ids are decoded.
-        item: the only item to look at; None: all.
-        on_step: called after each step, once for each of its items, with the number of these
-            that were looked at, and of all.
+        level: `"structure"` checks manifests, digests of small files, presence and sizes of all
+            others, files that do not belong here, and parents. `"data"` also reads every byte,
+            compares it with its checksum, and decodes row ids.
+        item: name of the only item to look at; None: all items.
+        on_step: function that is called after each step, once for each of its items, with the
+            number of items looked at so far, and the number of all.
 
     Returns:
-        Problems with a `consequence` make steps unrestorable, those without do no harm. Of the
-        chunks of an array 32 are listed, and one more problem says of how many that holds too.
+        The problems. Those with a `consequence` make steps unrestorable; those without do no harm.
+        Of the damaged chunks of an array 32 are listed; one more problem counts those that are not.
 
     Raises:
-        NoStepError: if there is no such root, or a save that is not committed has moved its
-            steps away; it is a FileNotFoundError too.
-        OptionError: if there is no such level, or checkpoints cannot be kept in such a root,
-            or it is a file, or a step of one.
+        NoStepError: if there is no such root, or a save that is not committed has moved its steps
+            away; it is a FileNotFoundError too.
+        OptionError: if there is no such level, or the path cannot be a root, or is a file, or a
+            step of a root.
         RootError: if the service of a bucket does not answer.
 
     Example:
