@@ -27,15 +27,15 @@ _log = logger(__name__)
 
 
 class Lookup(NamedTuple):
-    """Row ids some of whose entries do not count.
+    """Row ids with entries that do not count: masked, or ragged.
 
     Attributes:
         ids: integer[...], row ids.
-        where: bool[...], broadcast to the shape of `ids` by numpy's rules (aligned at
-            the last axis); entries that are False are ignored.
-        row_splits: integer[n + 1], for ragged `ids` of one dimension: row `i` holds
-            entries `row_splits[i]` up to `row_splits[i + 1]`. Entries at or past
-            `row_splits[-1]` are padding and ignored.
+        where: bool[...], broadcast to the shape of `ids` by numpy's rules (aligned at the last
+            axis). Entries that are False are ignored.
+        row_splits: integer[n + 1], for ragged `ids` of one dimension: row `i` holds entries
+            `row_splits[i]` up to `row_splits[i + 1]`. Entries at or past `row_splits[-1]` are
+            padding and ignored.
     """
 
     ids: Any
@@ -92,9 +92,9 @@ def stored_rows(lookup: Lookup, table: StampedTable, label: str) -> jax.Array:
 
 
 def report_strays(lookup: Lookup, table: StampedTable, label: str) -> None:
-    """Logs a warning, once ids are known, of those that are negative or out of range.
+    """Logs a warning of ids that are negative or out of range, once the ids are known.
 
-    Masked entries are not looked at. Under `jax.jit` this copies the ids to the host in each call.
+    It does not look at masked entries. Under `jax.jit` it copies the ids to the host in each call.
     """
     ids = _integers(lookup.ids, label)
     keep = _counted(lookup, ids.shape, label)

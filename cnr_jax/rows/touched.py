@@ -1,12 +1,11 @@
-"""Touched rows: one stamp per table row and a clock that `record` advances.
+"""Touched rows: a stamp for each row of a table, and a clock that `record` advances.
 
-`record` runs in the train step, on the device, and writes the new clock to the stamps of
-the rows that were looked up. A checkpoint stores the clock at which it was taken; the
-rows of a delta are those with a stamp past its parent's clock. Selecting and gathering
-them lives elsewhere.
+`record` runs in the train step, on the device, and writes the new clock to the stamps of the rows
+that were looked up. A checkpoint stores the clock at which it was taken. The rows of a delta are
+those with a stamp greater than the clock of its parent. Other modules select and gather these rows.
 
-To remember: nothing here is ever cleared by a save, so a save that fails loses nothing;
-and the lineage ties stamps to the checkpoints whose clocks they can be compared with.
+To remember: a save clears nothing here, so a save that fails loses nothing. The lineage tells with
+the clocks of which checkpoints stamps can be compared.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ CLOCK_LIMIT = 2**30
 )
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Touched:
-    """Touched rows: the time of each row's last look-up, a pytree beside the train state.
+    """Touched rows: when each row was last looked up, as a pytree beside the train state.
 
-    A row's stamp is the clock of the last `record` that named it, 0 for never. The clock
-    counts calls of `record`, not steps. Build it with `init_touched` and donate it to
-    the train step together with the state.
+    The stamp of a row is the clock of the last `record` that named it, or 0 for never. The clock
+    counts calls of `record`, not steps. Make the touched rows with `init_touched`, and donate them
+    to the train step together with the state.
 
     Attributes:
-        stamps: by table, int32[padded_rows], sharded as the table's rows are. Indexed
-            by stored row, that is, after the table's layout.
+        stamps: by table, int32[padded_rows], sharded as the rows of the table are. The index is the
+            stored row, that is, the row after the table's layout.
         clock: int32[], 0 to `CLOCK_LIMIT`.
-        lineage: uint32[4], 128 random bits. Stamps may be compared with the clock of a
-            checkpoint only if both are of one lineage.
-        tables: static description of the tables, in order of their names.
+        lineage: uint32[4], 128 random bits. Stamps may be compared with the clock of a checkpoint
+            only if both have the same lineage.
+        tables: static description of the tables, in the order of their names.
     """
 
     stamps: dict[str, jax.Array]
@@ -76,24 +75,24 @@ class Touched:
 
 
 def init_touched(state: Any, tables: Tables) -> Touched:
-    """Returns stamps for a state none of whose rows was looked up yet.
+    """Makes touched rows for a state of which no row was looked up yet.
 
-    The stamps are placed as the rows of `state`'s tables are: over the same mesh and
-    devices, replicated over axes that split columns, and uncommitted where the table
-    is. They lie in device memory even if the table is kept on the host. Draws a new
-    lineage, so with several processes every one of them must make this call.
+    The stamps are placed as the rows of the tables in `state` are: over the same mesh and devices,
+    replicated over axes that split columns, and uncommitted where the table is. They are in device
+    memory even if the table is kept on the host. The call draws a new lineage, so with several
+    processes every process must make it.
 
     Args:
-        state: the train state, of concrete arrays.
-        tables: what `find_tables` found in a state of this structure.
+        state: train state, of concrete arrays.
+        tables: tables that `find_tables` found in a state of this structure.
 
     Returns:
-        Stamps int32[padded_rows] of zeros by table, clock 0 and a fresh lineage.
+        The touched rows: stamps int32[padded_rows] of zeros by table, clock 0 and a fresh lineage.
 
     Raises:
-        StateMismatchError: if `state` and `tables` disagree.
-        TouchedError: if called inside `jax.jit`, or a table's sharding is of a kind
-            from which the sharding of its rows cannot be read.
+        StateMismatchError: if `state` and `tables` do not match.
+        TouchedError: if called inside `jax.jit`, or if the sharding of a table is of a kind from
+            which the sharding of its rows cannot be read.
 
     Example:
         >>> from cnr_jax.state.find import find_tables
@@ -164,14 +163,14 @@ def seeded(
 
 
 def reset_touched(touched: Touched) -> Touched:
-    """Returns `touched` as at the start: stamps and clock 0, and a fresh lineage.
+    """Makes touched rows start anew: stamps and clock 0, and a fresh lineage.
 
-    For a state that was changed behind `record`'s back (rolled back to a copy in memory,
-    rows assigned by hand), and for a clock at its limit. The next save is a full one.
-    With several processes every one of them must make this call.
+    Call it if a state was changed without `record` (rolled back to a copy in memory, rows assigned
+    by hand), or if the clock is at its limit. The next save is then full. With several processes
+    every process must make this call.
 
     Raises:
-        TouchedError: if called inside `jax.jit`, or with something else.
+        TouchedError: if called inside `jax.jit`, or with something other than touched rows.
 
     Example:
         >>> from cnr_jax.state.find import find_tables
@@ -192,37 +191,36 @@ def reset_touched(touched: Touched) -> Touched:
 
 
 def record(touched: Touched, ids: Mapping[str, Ids], *, check: bool = False) -> Touched:
-    """Returns `touched` with the clock advanced and the looked-up rows stamped with it.
+    """Records look-ups: advances the clock, and stamps the looked-up rows with it.
 
-    Call it under `jax.jit`, in the step that *applies* the update of these rows, on
-    global arrays (not inside `shard_map`). Donate `touched`: the stamps are then
-    written in place, one scatter a table, and sharded ids are gathered, never stamps.
-    Tables on different devices cannot be in one `jax.jit`: for them call it outside.
+    Call it under `jax.jit`, in the step that *applies* the update of these rows, on global arrays
+    (not inside `shard_map`). Donate `touched`: the stamps are then written in place, by one scatter
+    a table. Sharded ids are gathered, stamps never are. Tables on different devices cannot be in
+    one `jax.jit`: for them call `record` outside of it.
 
-    Ids mean what they mean in `table[ids]`, with V rows (those of the stored array, or
-    the logical rows where the table has a layout): -V to -1 mark the row they wrap
-    to, ids of V or more mark row V - 1, ids below -V mark row 0. Only masked entries
-    are ignored. `jnp.take` with `mode="clip"` or `"wrap"` reads other rows for ids
-    out of [0, V): hand such ids in as clipped or wrapped.
+    Ids mean what they mean in `table[ids]`, with V rows (those of the stored array, or the logical
+    rows if the table has a layout): -V to -1 mark the row that they wrap to, ids of V or more mark
+    row V - 1, ids below -V mark row 0. Only masked entries are ignored. `jnp.take` with
+    `mode="clip"` or `"wrap"` reads other rows for ids out of [0, V): pass such ids already clipped
+    or wrapped.
 
     Args:
-        touched: from `init_touched`, a restore, or an earlier call.
-        ids: by table, integers of any shape and width; a sequence of such for features
-            that share a table; a `Lookup` for masked or ragged ids. Tables that are
-            not named are left alone.
-        check: whether to log a warning, by table, of ids that are negative or out of range: how
-            many, and which. It is for finding mistakes, as it copies the ids of each call to the
-            host. Under `jax.jit` warnings come when the step has run; `jax.effects_barrier()`
+        touched: touched rows, from `init_touched`, a restore, or an earlier call.
+        ids: by table, integers of any shape and width; a sequence of such for features that share a
+            table; a `Lookup` for masked or ragged ids. Tables that are not named are left alone.
+        check: whether to log a warning for each table with ids that are negative or out of range:
+            how many, and which. Use it to find mistakes only, as it copies the ids of each call to
+            the host. Under `jax.jit` warnings come when the step has run; `jax.effects_barrier()`
             waits for them.
 
     Returns:
-        The same structure, shapes, dtypes and shardings. The clock stops at
-        `CLOCK_LIMIT`, after which every save must be a full one.
+        The touched rows, with the same structure, shapes, dtypes and shardings. The clock stops at
+        `CLOCK_LIMIT`; after that every save must be full.
 
     Raises:
-        TouchedError: at trace time, for arguments of another kind, an unknown table, ids that
-            are not integers, a mask that does not fit them, or stamps of another length than
-            the table.
+        TouchedError: at trace time, if an argument is of another kind, a table is unknown, ids are
+            not integers, a mask does not fit the ids, or stamps have another length than their
+            table.
 
     Example:
         >>> from cnr_jax import Lookup, find_tables
