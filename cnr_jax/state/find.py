@@ -3,8 +3,8 @@
 `find_tables` decides it once. It works on any pytree, concrete or abstract, and reads shapes,
 dtypes and shardings, never values.
 
-To remember: every leaf of a state is in exactly one place, a table (with its slots) or
-the dense rest, so that a checkpoint holds all of it, once.
+To remember: every leaf of a state is in exactly one place, a table (with its slots) or the dense
+rest. So a checkpoint holds all of the state, once.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ def find_tables(
 ) -> Tables:
     """Finds tables and their per-row optimizer slots in a train state.
 
-    A table is any array with a leading row axis: an embedding `[rows, dim]`, the
-    weights of experts `[experts, in, out]`, a kernel `[in, out]`, a vector `[rows]`.
-    Paths are compared without the parts that Flax adds (`params`, `value`), so
-    "user", "user/embedding" and "params/user/embedding" may all name the same leaf. The
-    name of a module means its matrix, not the biases and counters beside it; these are
-    named by their own paths. A slot is a leaf with the table's number of rows whose
-    path ends with the table's.
+    A table is any array with a leading row axis: an embedding `[rows, dim]`, the weights of experts
+    `[experts, in, out]`, a kernel `[in, out]`, a vector `[rows]`. Names are compared with paths
+    without the parts that Flax adds (`params`, `value`), so "user", "user/embedding" and
+    "params/user/embedding" may all name the same leaf. The name of a module means its matrix, not
+    the biases and counters beside it; name those by their own paths. A slot is a leaf with the
+    table's number of rows whose path ends with the path of the table.
 
     Args:
-        state: a train state, concrete or abstract (`jax.ShapeDtypeStruct` leaves).
-        spec: names of tables, each also its path; or name -> path or `TableSpec`.
+        state: train state, concrete or abstract (`jax.ShapeDtypeStruct` leaves).
+        spec: names of tables, where each name is also the path; or a dict from names to paths or
+            `TableSpec`.
 
     Returns:
         The tables in the order of `spec`. Print them to see what was matched, and which other
         leaves look like a missing table, or like a slot.
 
     Raises:
-        TableError: if a name matches nothing, or several leaves; if the leaf is not an
-            array with a row and an element, or of a dtype that rows cannot have, such as
-            complex numbers; if a leaf would belong to two tables, or may be a slot or
-            not; if explicit rows or slots do not fit.
+        TableError: if a name matches no leaf, or several; if the leaf is not an array with a row
+            and an element, or has a dtype that rows cannot have, such as complex numbers; if a leaf
+            would belong to two tables; if it is in doubt whether a leaf is a slot; or if the rows
+            or slots of a `TableSpec` do not fit.
 
     Example:
         >>> state = {

@@ -48,7 +48,7 @@ class RowLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Stores logical row `i` at row `i`.
+    """Row layout that stores logical row `i` at row `i`.
 
     Example:
         >>> Identity().to_physical(3)
@@ -72,14 +72,14 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModSharded:
-    """Deals logical rows round robin over shards: row `i` to shard `i % shards`.
+    """Row layout that deals logical rows round robin over shards: row `i` to shard `i % shards`.
 
-    A bijection on `[0, shards * rows_per_shard)`. Every value on the way is below
-    that product, so ids need only a dtype which holds the physical row numbers.
+    It is a bijection on `[0, shards * rows_per_shard)`. Every value on the way is below that
+    product, so ids need only a dtype that holds the physical row numbers.
 
     Attributes:
         shards: number of shards, at least 1.
-        rows_per_shard: physical rows per shard, at least 1.
+        rows_per_shard: number of physical rows per shard, at least 1.
 
     Example:
         >>> layout = ModSharded(shards=2, rows_per_shard=3)

@@ -3,7 +3,7 @@
 A table is a parameter `[rows, ...]` with its per-row slots. `find_tables` makes these values;
 everything else reads them. They hold shapes, dtypes and shardings, never arrays.
 
-Every leaf of a state is either of a table or dense, so that a checkpoint holds all of it, once.
+Every leaf of a state is either of a table or dense, so a checkpoint holds all of it, once.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One array of a table: the table itself, or a slot with the same rows.
+    """Leaf of a table: the table itself, or a slot with the same rows.
 
     Attributes:
-        name: "table", or the slot's prefix in the state, such as
-            "opt_state/0/sum_of_squares"; unique in its table.
-        path: the key path, exactly as it occurs in the state.
+        name: "table", or the slot's prefix in the state, such as "opt_state/0/sum_of_squares";
+            unique in its table.
+        path: key path, exactly as it occurs in the state.
         shape: shape of the whole array, `(padded_rows, ...)`.
         dtype: dtype of the array.
-        sharding: sharding of the array it was found from, if any; not compared.
+        sharding: sharding of the array that the leaf was found from, if it has one; not compared.
     """
 
     name: str
@@ -77,18 +77,18 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table `[padded_rows, ...]` and the slots that go with its rows.
+    """A table `[padded_rows, ...]`, and the slots that go with its rows.
 
     It may be an embedding, the experts of a layer, a kernel, a vector: any array that changes by
     rows.
 
     Attributes:
         name: name that was given to `find_tables`.
-        leaf: the parameter.
-        slots: the optimizer's arrays with one entry per row, in the order of paths.
+        leaf: leaf of the parameter.
+        slots: leaves of the optimizer's arrays with one entry per row, in the order of paths.
         rows: number of logical rows; further rows of the array are padding.
         layout: layout of the logical rows in the array.
-        moments: pairs of slots by name: a mean of gradients, and that of their squares.
+        moments: pairs of slots by name: a mean of gradients, and the mean of their squares.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Table:
         return (self.leaf, *self.slots)
 
     def moment(self, name: str) -> Literal["mean", "squares"] | None:
-        """Which of a pair of moments a leaf is; None: it is of none."""
+        """Which of a pair of moments a leaf is; None: it is in no pair."""
         for mean, squares in self.moments:
             if name in (mean, squares):
                 return "mean" if name == mean else "squares"
@@ -112,12 +112,12 @@ class Table:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of the stored array."""
+        """Number of rows of the stored array."""
         return self.leaf.shape[0]
 
     @property
     def dim(self) -> int:
-        """Elements per row of the parameter, whatever its trailing shape."""
+        """Number of elements per row of the parameter, whatever its trailing shape."""
         return math.prod(self.leaf.shape[1:])
 
     @property
@@ -136,13 +136,13 @@ class TableSpec:
     """Specification of one table, if its name alone does not say everything.
 
     Attributes:
-        path: the parameter's path or the end of it; default: the table's name.
+        path: path of the parameter, or the end of it; default: the table's name.
         rows: number of logical rows, at most those of the array; default: all of them.
-        slots: paths of the slots; by default they are searched for; empty: none.
+        slots: paths of the slots; default: `find_tables` searches for them; empty: there are none.
         layout: layout of the logical rows in the array.
-        moments: pairs of slots, a mean of gradients and that of their squares, by paths or the ends
-            of these; by default `mu` and `nu` of one optimizer, as optax calls them. They matter
-            to `slot_codec="moments"` alone.
+        moments: pairs of slots, a mean of gradients and the mean of their squares, by their paths
+            or the ends of these; default: `mu` and `nu` of one optimizer, as optax calls them. Only
+            `slot_codec="moments"` uses them.
     """
 
     path: str | None = None
@@ -154,15 +154,15 @@ class TableSpec:
 
 
 class Tables(Mapping[str, Table]):
-    """The tables of a state by name, and the paths of all other leaves.
+    """Tables of a state by name, and the paths of all other leaves.
 
-    Print it to see what was matched, and look at it once before a long run. If it is pickled for
-    another process, it is equal there, without the shardings of leaves.
+    Print it to see what was matched, and look at that once before a long run. If you pickle it for
+    another process, it is equal there, but without the shardings of leaves.
 
     Attributes:
         dense: paths of the leaves that belong to no table, in the state's order.
-        doubts: for each table that may have slots which were not taken for such: these leaves, and
-            what to write. Logged at the first save, and part of the hint of each.
+        doubts: for each table, leaves that may be its slots but were not taken for such, and what
+            to write. The first save logs them, and the hint of each report has them.
         forms: forms of the dense leaves, by path; None: not known, and not compared.
     """
 
@@ -176,7 +176,7 @@ class Tables(Mapping[str, Table]):
         doubts: Sequence[str] = (),
         forms: Mapping[Path, Any] | None = None,
     ) -> None:
-        """Makes a mapping of tables; `dense_lines` describe dense leaves in print."""
+        """Makes a mapping of tables; `dense_lines` describe the dense leaves when it is printed."""
         self._tables = dict(tables)
         self.forms = forms
         self.doubts = tuple(doubts)
@@ -261,10 +261,10 @@ def index_dtype(name: str, rows: int) -> Any:
 
 
 def check_tables(tables: object) -> None:
-    """Checks that tables are what `find_tables` returns.
+    """Checks that `tables` is what `find_tables` returns.
 
     Raises:
-        OptionError: if they are something else, such as their names.
+        OptionError: if it is something else, such as names of tables.
     """
     if isinstance(tables, Tables):
         return
