@@ -31,34 +31,36 @@ class SaveReport:
     writing.
 
     Attributes:
+        step: number of the step.
         kind: `"full"` or `"delta"`.
         tracking: how changed rows were found.
-        parent: step of the parent of a delta.
+        parent: number of the step that a delta rests on.
         generation: number of the branch; a rollback starts a higher one.
         rows: number of rows written, over all tables.
         table_bytes: bytes of codes, row metadata, row ids and array metadata of tables.
-        slot_bytes: the same for optimizer slots.
+        slot_bytes: bytes of the same for optimizer slots.
         dense_bytes: bytes of the files of everything that is not a table.
         manifest_bytes: bytes of all manifests.
-        state_bytes: bytes of tables, slots and dense leaves as they are in memory, which a plain
-            full save would write.
-        blocking_secs: how long training waited, on this process.
+        state_bytes: bytes of tables, slots and dense leaves in memory, which a plain full save
+            would write.
+        blocking_secs: seconds that training waited, on this process.
         fingerprint_secs: part of `blocking_secs`: hashing rows. With fingerprints or audited all
             rows are hashed, in a recorded run some of them.
-        find_secs: part of `blocking_secs`: checks, hashes and messages, until the save was
-            decided. This includes the wait for the train step that made the state.
+        find_secs: part of `blocking_secs`: checks, hashes and messages, until the save was decided.
+            This includes the wait for the train step that made the state.
         wait_secs: part of `find_secs`: that wait, in which training went on.
         gather_secs: part of `blocking_secs`: gathering rows, and waiting for room for them.
-        encode_secs: in the background: how long writing waited for the codes of gathered rows; on
-            accelerators, for codes to come to the host.
-        write_secs: in the background: everything else until all that this process writes was on
-            storage: rows, their row ids, dense leaves.
-        commit_secs: from when all processes had written until the step was durable under its
-            name; under a plain manager of Orbax, until the manifest was durable.
-        total_secs: from the call of `save` until the manifest was written.
-        reason: why it was full or a delta; and whether there were more restores than expected.
+        encode_secs: seconds in the background that writing waited for the codes of gathered rows;
+            on accelerators, for codes to come to the host.
+        write_secs: seconds in the background of everything else, until all that this process writes
+            was on storage: rows, their row ids, dense leaves.
+        commit_secs: seconds from when all processes had written until the step was durable under
+            its name; under a plain manager of Orbax, until the manifest was durable.
+        total_secs: seconds from the call of `save` until the manifest was written.
+        reason: why the save was full or a delta, and whether there were more restores than
+            expected.
         restores: how often a run was restored along the branch of this save.
-        run: id of the run that it belongs to.
+        run: id of the run that the save belongs to.
         doubts: dense leaves that may be slots, see `Tables.doubts`.
         tables: contents of the save by table, with bytes, codecs and errors. On process 0 they
             count what all processes saved, on another process what that one saved.
@@ -70,20 +72,21 @@ class SaveReport:
             are, among those that this process saved: at most 16,384, evenly spread, rows of zeros
             left out. None if nothing was rounded.
         mean_row_error: mean of `||row - read|| / ||row||` over the sample; None without one.
-        worst_row_error: the greatest of them.
-        outcome: `"committed"` or `"dropped"`. A dropped save cannot be restored: retention did not
-            keep it, or files are gone of a checkpoint that it was to rest on, or files of its own,
-            as was seen right after its commit. The last only process 0 reports.
-        problem: why it was dropped, in a line; empty if it was not.
-        mirror_lag_steps: number of committed steps that are not in the mirror, this one among them:
-            lost with the root. None without a mirror, and on other processes than 0.
-        mirror_lag_secs: seconds since the oldest of these was committed.
-        mirror_backlog_bytes: bytes of these.
+        worst_row_error: greatest of these errors.
+        outcome: `"committed"` or `"dropped"`. A dropped save cannot be restored, for one of three
+            reasons: retention did not keep it; a checkpoint that it was to rest on has lost files;
+            or right after its commit, files of its own were gone. Only process 0 reports the last
+            one.
+        problem: why the save was dropped, in a line; empty if it was not.
+        mirror_lag_steps: number of committed steps that are not in the mirror, this one among them,
+            and are lost with the root. None without a mirror, and on processes other than 0.
+        mirror_lag_secs: seconds since the oldest of these steps was committed.
+        mirror_backlog_bytes: bytes of these steps.
         mirror_problem: why steps are not copied to the mirror, in a line; empty if they are.
         interval_steps: train steps until the next save, with `Options(interval="auto")`.
-        interval_changed: why these are others than before, in a line; empty if they are not.
-        near_problem: why it was saved to the root directly, though `Options.near` is given; empty
-            if it was not.
+        interval_changed: why `interval_steps` has changed, in a line; empty if it has not.
+        near_problem: why the save went to the root directly, though `Options.near` is given; empty
+            if it did not.
         damaged: path below the root of the file that is missing or cut short, beginning with the
             directory of its step; None if that is not the problem.
     """
@@ -131,7 +134,7 @@ class SaveReport:
 
     @property
     def total_bytes(self) -> int:
-        """All bytes written."""
+        """Bytes of all that was written."""
         rows = self.table_bytes + self.slot_bytes
         return rows + self.dense_bytes + self.manifest_bytes
 
@@ -220,19 +223,19 @@ class SaveReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredTable:
-    """A table that was restored, and how far off its rows are.
+    """Report of a table that was restored: its rows, and how far off they are.
 
-    Errors are those that were sampled when its rows were saved, in all steps of the chain
-    together: rows that a later step holds again count there too.
+    The errors are those that were sampled when its rows were saved, in all steps of the chain
+    together. Rows that a later step holds again count there too.
 
     Attributes:
         name: name of the table in the state.
         rows: number of its rows in the state.
-        sample_rows: number of rounded rows that were compared, in all steps that were read; a row
-            counts in each step that stores it. None if none was, or if the steps were saved by a
-            revision that did not note it.
+        sample_rows: number of rounded rows that were compared, in all steps that were read. A row
+            counts in each step that stores it. None if none was compared, or if the revision that
+            saved the steps did not note it.
         mean_row_error: mean of `||row - read|| / ||row||` over these rows.
-        worst_row_error: the greatest of them.
+        worst_row_error: greatest of these errors.
     """
 
     name: str
@@ -244,7 +247,7 @@ class RestoredTable:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """Report of a restore: what was read, how long that took, how far off rows are.
+    """Report of a restore: what it read, how long that took, how far off rows are.
 
     Bytes and seconds are those of this process.
 
@@ -253,16 +256,17 @@ class RestoreReport:
         kind: `"full"` or `"delta"`; `"orbax"` for an adopted step of plain Orbax.
         generation: number of its branch.
         run: id of its run.
-        chain: the steps that were read, the full one first, `step` last.
+        chain: numbers of the steps that were read, the full one first, `step` last.
         bytes_read: bytes of files of rows, of dense leaves and of process manifests. Each file
             counts once, and a chunk of rows as a whole. For an adopted step, bytes of its leaves in
             memory.
-        open_secs: reading and checking manifests; for older steps also dense files, by digests.
-        rows_secs: tables and slots, until they were handed to the devices.
-        dense_secs: everything else.
-        total_secs: until the state was put together, which may wait for other processes.
-        tables: the restored tables.
-        passed_over: newer steps that were tried before, and found damaged.
+        open_secs: seconds of reading and checking manifests; for older steps also dense files, by
+            digests.
+        rows_secs: seconds of tables and slots, until they were handed to the devices.
+        dense_secs: seconds of everything else.
+        total_secs: seconds until the state was put together, which may wait for other processes.
+        tables: reports of the restored tables.
+        passed_over: numbers of newer steps that were tried before, and found damaged.
     """
 
     step: int

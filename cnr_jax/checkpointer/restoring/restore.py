@@ -85,11 +85,11 @@ class Restored:
     """Result of a restore: the state, its touched rows, and a report.
 
     Attributes:
-        state: the state in the structure that was asked for; nested dicts by path if none was.
-        touched: touched rows that go with the state: pass both to the next train step. Each
-            restore returns some. A run by fingerprints does not look at them, and `Save` may have
-            them or not.
-        report: report of what was read, and how far off rows of each table are.
+        state: train state in the structure that was asked for; nested dicts by path if none was.
+        touched: touched rows that go with the state: pass both to the next train step. Each restore
+            returns some. A run by fingerprints does not look at them; you may hand them to `Save`
+            or leave them out.
+        report: report of what was read, and how far off the rows of each table are.
     """
 
     state: Any
