@@ -1,4 +1,4 @@
-"""Export of a step, whole or in part, in a form that needs no `cnr_jax` to be read."""
+"""Export of a step, whole or in part, in a form that programs without `cnr_jax` can read."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Exported:
     """Result of an export: its folder, its leaves, and which of them are lossy.
 
     Attributes:
-        directory: absolute path of its folder.
+        directory: absolute path of the folder.
         format: `"orbax"`, `"safetensors"` or `"zarr"`.
-        step: number of the step that it holds.
+        step: number of the exported step.
         leaves: paths of the leaves, sorted.
         lossy: paths of leaves with rows that a codec has rounded, in this step or in one that it
             rests on.
@@ -76,41 +76,41 @@ def export(
     shard_bytes: int = 5_000_000_000,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Writes a step as plain arrays, in a form that needs no `cnr_jax` to be read.
+    """Exports a step as plain arrays, in a form that programs without `cnr_jax` can read.
 
     Rows are as a restore gives them: if a save has rounded them, they stay rounded, and the result
-    names these leaves. Tables are decoded, a block of at most 8 MiB at a time, and hold all their
-    rows, in the order of their ids, whatever their layout. Nothing in the root is changed, and
-    everything that is read is compared with its checksums. The folder is written under another
-    name beside its own, synced and renamed, so it is there whole or not at all.
+    names their leaves. Tables are decoded in blocks of at most 8 MiB, and hold all their rows, in
+    the order of their ids, whatever their layout. The export changes nothing in the root, and
+    compares all that it reads with its checksums. It writes the folder under another name beside
+    its own, syncs and renames it, so the folder is there whole or not at all.
 
     Args:
         root: directory of the checkpoints: a local path, or a URL of `file://`, `gs://` or `s3://`.
         step: number of the step; None: the newest of the newest branch whose chain is there.
-        directory: local folder to be made; folders above it are made too.
+        directory: local folder to make; folders above it are made too.
         format: `"orbax"`: a checkpoint for `ocp.StandardCheckpointer`; `"safetensors"`:
-            `model.safetensors`, or several files with `model.safetensors.index.json`; `"zarr"`:
-            a zarr v3 hierarchy, where floats that numpy lacks, such as bfloat16, are float32, and
+            `model.safetensors`, or several files with `model.safetensors.index.json`; `"zarr"`: a
+            zarr v3 hierarchy, where floats that numpy lacks, such as bfloat16, become float32, and
             integers of 2 or 4 bits int8 or uint8.
-        tables: names of tables, to export these with their slots, and nothing else.
-        leaves: paths, or patterns such as `"params/*"`, to export what matches, beside `tables`.
-        like: for `"orbax"`, a state of the structure that it is to have, such as the one that was
-            saved, with arrays or `jax.ShapeDtypeStruct`. None: nested dicts, with a list for each
-            node whose keys are 0, 1, 2 and so on.
+        tables: names of tables; only these are exported, with their slots.
+        leaves: paths, or patterns such as `"params/*"`; leaves that match are exported, beside
+            `tables`.
+        like: for `"orbax"`, a state with the structure that the export is to have, such as the one
+            that was saved, of arrays or `jax.ShapeDtypeStruct`. None: nested dicts, with a list for
+            each node whose keys are 0, 1, 2 and so on.
         item: name of the item; None: the one that holds a checkpoint of this library.
-        shard_bytes: for `"safetensors"`, the most bytes of values in a file; a leaf is not
-            divided.
-        on_bytes: function that is called with the bytes written so far, and those of the whole.
+        shard_bytes: for `"safetensors"`, the most bytes of values in a file. A leaf is not divided.
+        on_bytes: function that is called with the bytes written so far, and the bytes of the whole.
 
     Returns:
-        The folder, its leaves, and which of them are lossy. `cnr_jax_export.json` in the folder,
-        or `cnr_jax` among the attributes of a zarr hierarchy, says so too, with the codecs.
+        The folder, its leaves, and which of them are lossy. `cnr_jax_export.json` in the folder, or
+        `cnr_jax` among the attributes of a zarr hierarchy, says the same, with the codecs.
 
     Raises:
-        ExportError: if there is something of that name already, or too little room, or storage
-            fails; then nothing is left.
-        OptionError: if a table or leaf is not there, the format cannot hold a leaf, the folder
-            lies in the root, or there are several processes.
+        ExportError: if something of that name exists already, if there is too little room, or if
+            storage fails. Then nothing is left.
+        OptionError: if a table or leaf is not there, the format cannot hold a leaf, the folder lies
+            in the root, or the program has several processes.
         NoStepError: if there is no such root or step; it is a FileNotFoundError too.
         ChainError, IntegrityError, FormatError: if what is read is damaged or missing.
 
