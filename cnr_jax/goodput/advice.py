@@ -39,13 +39,13 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A plan, and what is to be expected of it.
+    """A plan, and the figures to expect of it.
 
     Attributes:
         every: train steps between two saves.
         in_flight: most saves at the same time.
         policy: policy of its saves.
-        goodput: share of the time with all nodes in which steps are trained that stay.
+        goodput: share of the time with all nodes in which the job trains steps that stay.
         slowdown: share by which training takes longer than without saves.
         interval_secs: seconds from save to save.
         lost_secs: seconds of training that a failure takes.
@@ -62,7 +62,7 @@ class Choice:
     restart_secs: Figure
 
     def asdict(self) -> dict[str, Any]:
-        """All of it as values of JSON; the policy as it is written in a program."""
+        """All fields as values of JSON; the policy as a program writes it."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         figures = {
             k: dataclasses.asdict(v) for k, v in found.items() if isinstance(v, Figure)
@@ -75,19 +75,19 @@ class Advice:
     """Advice for a run, as `advise` gives it.
 
     Attributes:
-        best: the plan of most goodput within the budget.
-        second: the best one of another policy, or with another number in flight.
+        best: plan of most goodput within the budget.
+        second: best plan with another policy, or with another number of saves in flight.
         budget: slowdown that was allowed.
-        mtbf_secs: mean time between failures.
+        mtbf_secs: mean time between failures, in seconds.
         job_hours: hours that the job trains for, restarts included.
-        expected_restores: failures in that time.
-        bits: width of codes for so many.
+        expected_restores: number of failures expected in that time.
+        bits: width of codes for so many restores.
         min_fulls: number of full checkpoints to keep.
         young: interval in steps by Young's formula, for reference.
-        daly: interval in steps by Daly's.
-        changes: interval of the same policy if something were otherwise, by what.
-        saves: measured saves that it rests on; None: a user has said what they take.
-        assumed: what was taken for granted, as nothing was measured.
+        daly: interval in steps by Daly's formula, for reference.
+        changes: interval in steps of the same policy if one thing were otherwise, by that thing.
+        saves: number of measured saves that the advice rests on; None: a user has said the figures.
+        assumed: what was taken for granted, because nothing was measured.
     """
 
     best: Choice
@@ -106,7 +106,7 @@ class Advice:
 
     @property
     def is_close(self) -> bool:
-        """Whether the second best lies within the range of the best."""
+        """Whether the goodput of the second best plan lies within the range of the best."""
         return self.second.goodput.value >= self.best.goodput.low
 
     @property
@@ -124,7 +124,7 @@ class Advice:
         )
 
     def asdict(self) -> dict[str, Any]:
-        """All of it as values of JSON."""
+        """All fields, and figures that follow from them, as values of JSON."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         both = {"best": self.best.asdict(), "second": self.second.asdict()}
         more = {"is_close": self.is_close, "program": self.program}
@@ -179,30 +179,30 @@ def advise(
     damage: float = 0.0,
     seed: int = 0,
 ) -> Advice | None:
-    """Advises when to save: the plan of most goodput whose slowdown is within a budget.
+    """Advises when to save: finds the plan of most goodput whose slowdown is within a budget.
 
-    Goodput is that of `expected_goodput`. Ranges are those of draws: of measurements, as far as
-    they spread, and of as many failures as the job will see.
+    Goodput is that of `expected_goodput`. Ranges come from draws: of measurements, as far as they
+    spread, and of as many failures as the job will see.
 
     Args:
-        profile: profile of the run; None, as `manager.profile()` has it before five saves: not
-            known.
-        failures: failures, from a trace or from a distribution; or a text that names them, as on
-            the command line: the path of a trace, `exponential:4000` or `weibull:4000,0.7`.
+        profile: profile of the run; None: not known, as `manager.profile()` has it before five
+            saves.
+        failures: failures, from a trace or a distribution; or a text that names them, as on the
+            command line: the path of a trace, `exponential:4000` or `weibull:4000,0.7`.
         job_hours: hours that the job trains for, restarts included.
-        nodes: nodes that the job needs, if a text names the failures; None: as many as are up at
-            most, of a distribution one.
+        nodes: number of nodes that the job needs, if a text names the failures; None: for a trace,
+            the most that are up at a time; for a distribution one.
         budget: share by which saves may make training longer.
         notice_secs: seconds before a failure at which the job is told of it.
         damage: chance that a restore finds a full checkpoint damaged, for `min_fulls`.
-        seed: number by which draws are repeated.
+        seed: number that makes the draws repeatable.
 
     Returns:
-        The advice; None: fewer than five saves tell what a step and a save take.
+        The advice; None if fewer than five saves tell what a step and a save take.
 
     Raises:
-        OptionError: if a value is of no use, the trace has no failure, or failures come more often
-            than a train step is done.
+        OptionError: if a value cannot be used, the trace has no failure, or failures come more
+            often than a train step is done.
 
     Source: Young (CACM 1974) and Daly (FGCS 2006) for reference. Differs from them in: saves
     overlap with training, and are durable only when they are written.
@@ -292,7 +292,7 @@ def advised_plan(
     budget: float = 0.03,
     notice_secs: float = 0.0,
 ) -> Plan:
-    """Plan that `advise` takes for the best, by the name `advised`."""
+    """Plan that `advise` finds best, with the name `advised`."""
     plan, _ = _plans(profile, failures, budget, notice_secs)[0]
     return dataclasses.replace(plan, name="advised")
 
@@ -328,9 +328,9 @@ def best_plan(
 
     Args:
         profile: profile of the run.
-        failures: failures that it has.
-        maker: function that makes a plan of an interval.
-        budget: share by which saves may make training longer; if no interval keeps it, the one
+        failures: failures of the run.
+        maker: function that makes a plan from an interval.
+        budget: share by which saves may make training longer. If no interval keeps it, the interval
             that costs least is taken.
         notice_secs: seconds before a failure at which the job is told of it.
     """

@@ -59,51 +59,52 @@ def try_bits(
     train: Callable[[Any, int], Any] | None = None,
     restores: int = 1,
 ) -> TriedBits:
-    """Tries widths of codes on a state: the caller's metric before and after a restore.
+    """Tries widths of codes on a state: your metric before and after a restore.
 
-    The metric is computed for the state as it is, and as each width would restore it; nothing is
-    written. With `train`, both are trained on before that, with the same seeds. The cost to a
-    training mostly shows only then, and only if restores follow each other soon.
+    It computes the metric for the state as it is, and for the state as each width would restore it,
+    and writes nothing. With `train`, it first trains both on, with the same seeds. Mostly the cost
+    to training shows only then, and only if restores follow each other soon.
 
-    A width is `"harmless"` if the mean of its losses is at most `within`, and so is half their
-    95 % interval or its upper end. It is `"harmful"` if the mean is above `within` and can be told
-    from zero, and else `"open"`: on so few seeds its loss may have any size. The narrowest harmless
+    A width is `"harmless"` if the mean of its losses is at most `within`, and so is half their 95 %
+    interval or its upper end. It is `"harmful"` if the mean is above `within` and can be told from
+    zero. Else it is `"open"`: on so few seeds its loss may have any size. The narrowest harmless
     width above which none is harmful is recommended.
 
-    In runs of several processes all must call it, with the same arguments, and the figures of
+    In runs of several processes call it on all of them, with the same arguments. The figures of
     process 0 count.
 
     Args:
-        state: the train state, concrete; stays as it is, and alive.
-        tables: from `find_tables`.
-        evaluate: function from a state to a number, or to several by name. It must not donate the
-            state.
+        state: train state, concrete. It stays as it is, and alive.
+        tables: tables, from `find_tables`.
+        evaluate: function from a state to a number, or to several numbers by name. It must not
+            donate the state.
         better: `"higher"` or `"lower"`, the better direction of the metric; for several metrics by
             name.
         bits: widths to try, as `Options(bits=...)` takes them; `"raw"` stores tables exactly. A
             table with options of its own keeps them at every width.
         seeds: number of trials of each width, each with a seed of its own, for `train` and for
-            dither. If nothing depends on the seed, one trial is made.
-        within: largest accepted loss, in units of the metric; for several metrics by name. None:
-            0.01 % of the metric of the state as it is.
+            dither. If nothing depends on the seed, only one trial is made.
+        within: largest loss that you accept, in units of the metric; for several metrics by name.
+            None: 0.01 % of the metric of the state as it is.
         options: options of the run; None: the defaults. Their codecs and rounding are used, their
-            bits are not. `rounding="auto"` takes nearest codes for the first restore and dithered
-            ones for those after it, as if rows move little between them.
+            bits are not. `rounding="auto"` takes nearest codes for the first restore, and dithered
+            ones for those after it, as if rows moved little between them.
         train: function from a state and a seed to the state after some steps. It may donate its
             state, and should depend on nothing else. It needs memory for the whole state once more,
-            and with several restores for its tables twice; without it, once for its tables.
+            and with several restores for its tables twice. Without it, the trial needs memory for
+            the tables once.
         restores: how often the state is restored and trained on in turn, before its metric is
             computed. More than one needs `train`.
 
     Returns:
         The result for each width, with the bytes of a full save, and a recommendation with its
-        confidence; prints as a table.
+        confidence. Prints as a table.
 
     Raises:
-        OptionError: if an argument cannot work, or `evaluate` returns no finite numbers, or other
-            names than before.
-        StateMismatchError: if the state is not the one `tables` was found in, or is abstract; or
-            if `train` returns another kind of state.
+        OptionError: if an argument cannot work, or if `evaluate` returns numbers that are not
+            finite, or other names than before.
+        StateMismatchError: if the state is not the one `tables` was found in, or is abstract; or if
+            `train` returns another kind of state.
 
     Example:
         >>> import jax.numpy as jnp
@@ -184,15 +185,15 @@ def _means(metrics: Sequence[Metrics]) -> dict[str, float]:
 
 
 def encoding_of(options: Options, width: Width, tables: Tables) -> Encoding:
-    """Encoding of rows with options whose bits are replaced by a width.
+    """Encoding of rows by options whose bits are replaced by a width.
 
     Args:
         options: options of the run, whose bits for all tables are replaced.
         width: width of codes.
-        tables: tables of the state; at least one must be stored otherwise by the width.
+        tables: tables of the state; the width must change how at least one is stored.
 
     Raises:
-        OptionError: if options have no use for the width.
+        OptionError: if the options have no use for the width.
     """
     raw = _encoding_of(options.encoding, "raw")
     if width == "raw":

@@ -1,7 +1,7 @@
 """Results of `try_bits`: losses with their intervals, verdicts, and the recommended width.
 
-To remember: a width is recommended for what was measured of it, never for what was too uncertain
-to be measured.
+To remember: a width is recommended only for what was measured of it, and never because the
+measurement was too uncertain.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Loss:
     Attributes:
         values: difference to the state as it is, one for each seed; a single one if nothing was
             random.
-        within: the largest accepted loss.
-        random: whether seeds could give other values: rows were rounded, and dithered or
+        within: largest accepted loss.
+        random: whether seeds could give other values, because rows were rounded, and dithered or
             trained on.
     """
 
@@ -47,8 +47,8 @@ class Loss:
     def margin(self) -> float | None:
         """Half the width of the 95 % interval of the mean, by Student's t.
 
-        It is 0 if nothing was random, and None if the spread is not known: of a single seed, and
-        of seeds that all gave the same value, as if nothing depended on them.
+        It is 0 if nothing was random. It is None if the spread is not known: with a single seed, or
+        with seeds that all gave the same value, as if nothing depended on them.
         """
         if not self.random:
             return 0.0
@@ -66,11 +66,11 @@ class Loss:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the rounding.
+        """Verdict on the rounding: `"harmless"`, `"harmful"` or `"open"`.
 
-        `"harmless"`: the mean is at most `within`, and so is the margin or the upper end of the
-        interval. `"harmful"`: the mean is above `within`, and can be told from zero. `"open"`:
-        neither, or the spread is not known; more seeds, that differ, would tell.
+        Harmless: the mean is at most `within`, and so is the margin or the upper end of the
+        interval. Harmful: the mean is above `within`, and can be told from zero. Open: neither, or
+        the spread is not known. More seeds, that differ, would tell.
         """
         mean, margin = self.mean, self.margin
         if margin is None:
@@ -89,21 +89,21 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TriedWidth:
-    """Result for one width: its losses, bytes and errors.
+    """Result of `try_bits` for one width: its losses, bytes and errors.
 
     Attributes:
         bits: width of a code; `"raw"`: tables were stored exactly.
         losses: loss by metric.
         metrics: mean over the seeds, by metric.
         table_bytes: bytes of codes and metadata of all rows of tables, and of rows that are stored
-            exactly beside: those of a full save before compression, without the headers and
+            exactly beside them: those of a full save before compression, without the headers and
             checksums of arrays.
-        slot_bytes: the same for optimizer slots.
-        mean_row_error: mean of `||row - read|| / ||row||` over rounded rows of tables, rows of
-            zeros left out; over parts of rows if columns are sharded. None if no row is rounded.
-            It is that of the first restore and seed, hence of nearest codes unless options dither
+        slot_bytes: bytes of the same for optimizer slots.
+        mean_row_error: mean of `||row - read|| / ||row||` over rounded rows of tables, without rows
+            of zeros; over parts of rows if columns are sharded. None if no row is rounded. It is
+            the error of the first restore and seed, so of nearest codes unless the options dither
             from the beginning.
-        worst_row_error: the greatest of them.
+        worst_row_error: greatest of these errors.
     """
 
     bits: Width
@@ -116,7 +116,7 @@ class TriedWidth:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the worst of its losses."""
+        """Verdict on the worst of the losses."""
         found = {loss.verdict for loss in self.losses.values()}
         order: tuple[Verdict, ...] = ("harmful", "open", "harmless")
         return next(each for each in order if each in found)
@@ -124,16 +124,16 @@ class TriedWidth:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TriedBits:
-    """Results of `try_bits` for each width, and the recommended one; prints as a table.
+    """Result of `try_bits`: what each width costs, and the recommended one. Prints as a table.
 
     Attributes:
         metrics: metrics of the state as it is; means over the seeds if it was trained.
-        widths: result for each width, the narrowest first.
+        widths: results by width, the narrowest first.
         seeds: number of seeds that were tried; 1 if nothing was random.
         restores: how often the state was restored in turn.
         trained: whether `train` ran after each restore.
-        random: whether seeds could differ: rows were dithered, or trained on.
-        within: the largest accepted loss, by metric.
+        random: whether seeds could differ, because rows were dithered or trained on.
+        within: largest accepted loss, by metric.
         dense_bytes: bytes of everything that is neither table nor slot, in memory.
         state_bytes: bytes of all arrays of the state, in memory.
     """
@@ -173,7 +173,7 @@ class TriedBits:
 
     @property
     def sentence(self) -> str:
-        """Recommendation in a sentence, and how sure it is."""
+        """The recommendation in a sentence, and how sure it is."""
         chosen = self.recommended
         text = "no width recommended: none that was tried is known to be harmless"
         narrower = list(itertools.takewhile(lambda e: e.bits != chosen, self.widths))
