@@ -1,10 +1,10 @@
 """Tuning of codecs on a sample of each table's rows, before a run.
 
-To remember: every process samples the same logical rows, sees their values, and takes what
-process 0 chose, so neither the sharding nor the number of processes has a say.
+To remember: every process samples the same logical rows, sees their values, and takes what process
+0 chose. So neither the sharding nor the number of processes has a say.
 
 Source: Check-N-Run (NSDI'22), which tunes its search on a sample of the rows. How it weighs error
-against time is not known; here the cost is counted in rounds, not in seconds, so that the choice
+against time is not known. Here the cost is counted in rounds, not in seconds, so that the choice
 depends on the rows alone.
 """
 
@@ -51,32 +51,32 @@ _MOST_ROWS = 4096
 def tune(
     state: Any, tables: Tables, options: Options | None = None, *, within: float = 0.01
 ) -> Options:
-    """Chooses for each table how long its codec searches, on a sample of its rows.
+    """Tunes how long the codec of each table searches, on a sample of its rows.
 
     For a codec that searches (`"adaptive"`: fits by least squares; `"greedy"`: bins and ratio;
-    `"kmeans"`: iterations) several settings are tried on 0.001 % of the rows, at least 4096.
-    The one of fewest rounds is taken whose mean l2 error is at most `within` above the best. The
-    choice is logged, and stored with every save like any codec. This takes some seconds, mostly of
+    `"kmeans"`: iterations) it tries several settings on 0.001 % of the rows, but at least 4096. Of
+    the settings whose mean l2 error is at most `within` above the best, it takes the one of fewest
+    rounds. It logs the choice, and saves store it like any codec. It takes some seconds, mostly of
     compiling, for each distinct width of rows.
 
-    Call it once before the manager is made, on rows that look like those to be saved: those
-    of a state that was restored or has been trained for a while. In runs of several processes all
-    must call it. The choice depends on the values of the sampled rows alone, which are the same for
+    Call it once before you make the manager, on rows that look like those to be saved: those of a
+    state that was restored or has been trained for a while. In runs of several processes call it on
+    all of them. The choice depends on the values of the sampled rows alone, which are the same for
     every sharding and number of processes.
 
     Args:
-        state: the train state, concrete.
-        tables: from `find_tables`.
+        state: train state, concrete.
+        tables: tables, from `find_tables`.
         options: options of the run; None: the defaults. Their codecs and bits are tuned.
         within: largest error above that of the best setting, as a share of it.
 
     Returns:
-        The options with a codec of its own for every table whose codec searches. Other tables,
-        slots, and tables whose bits are `"auto"` keep theirs.
+        The options, with a codec for each table whose codec searches. Other tables, slots, and
+        tables whose bits are `"auto"` keep theirs.
 
     Raises:
         OptionError: if `within` is negative, or options name tables that do not exist.
-        StateMismatchError: if the state is not the one `tables` was found in, or abstract.
+        StateMismatchError: if the state is not the one `tables` was found in, or is abstract.
 
     Example:
         >>> from cnr_jax import find_tables
@@ -160,19 +160,19 @@ class Tried(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Result for a table: the chosen variant, and all that were tried, in the order given."""
+    """Choice for a table: the chosen variant, and all that were tried, in the order given."""
 
     chosen: Tried
     tried: tuple[Tried, ...]
 
     @property
     def best_error(self) -> float:
-        """Least error of all that were tried."""
+        """Least error of all variants that were tried."""
         return min(each.error for each in self.tried)
 
 
 def variants(codec: Codec) -> Sequence[Variant]:
-    """Returns the configurations that may replace a codec; none for most kinds.
+    """Returns the configurations that may replace a codec; most kinds have none.
 
     Example:
         >>> [variant.codec.refits for variant in variants(Asymmetric(bits=2))]
