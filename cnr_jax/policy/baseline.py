@@ -25,19 +25,19 @@ NO_BASELINE = "no baseline yet"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRecord:
-    """One committed save, as policies see it.
+    """Record of one committed save, as policies see it.
 
     Attributes:
-        step: the step directory's number.
+        step: number of the step.
         kind: `"full"` or `"delta"`.
         bytes: bytes written, over all processes.
         rows: rows written, over all tables and processes.
-        secs: seconds from the start of the save until all its files were written, on all
-            processes; the wait for the save before does not count.
-        depth: number of checkpoints that a restore of it reads, itself included; None: not known,
-            as the step cannot be restored any more.
+        secs: seconds from the start of the save until all its files were written, on all processes;
+            the wait for the save before does not count.
+        depth: number of checkpoints that a restore of the step reads, itself included; None: not
+            known, because the step cannot be restored any more.
         restore_bytes: bytes that such a restore reads: rows of all these checkpoints, and dense
-            leaves of its own; None likewise.
+            leaves of the step itself; None as for `depth`.
 
     Example:
         >>> SaveRecord(step=100, kind="full", bytes=4096, rows=64, secs=0.5).kind
@@ -62,12 +62,12 @@ class Decision:
 
     Attributes:
         kind: `"full"` or `"delta"`.
-        parent: step of the checkpoint that a delta applies to; None for a full one.
+        parent: number of the step that a delta rests on; None for a full save.
         codec: name of the row codec to use in place of the configured one, or None.
         reason: why, in a few words, for logs and reports.
 
     Raises:
-        OptionError: if a delta has no parent, a full one has one, or `kind` is neither.
+        OptionError: if a delta has no parent, a full save has one, or `kind` is neither.
 
     Example:
         >>> Decision(kind="delta", parent=100, reason="rows since step 100").parent
@@ -91,10 +91,10 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Decides what the next save writes.
+    """Policy that decides what the next save writes.
 
-    `decide` must be a pure function of its argument: it runs on every process of a run,
-    and all of them must reach the same decision.
+    `decide` must be a pure function of its argument: it runs on every process of a run, and all of
+    them must reach the same decision.
     """
 
     name: ClassVar[str]
@@ -135,7 +135,7 @@ def since_baseline(history: Sequence[SaveRecord]) -> tuple[SaveRecord, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Writes everything every time; a restore reads one checkpoint.
+    """Policy that makes every save full, so a restore reads one checkpoint.
 
     Example:
         >>> Full().decide([]).kind
@@ -152,7 +152,7 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class OneShot:
-    """Writes one full, then rows changed since it: deltas grow, a restore reads two.
+    """Policy of one full save, then deltas on it: deltas grow, and a restore reads two checkpoints.
 
     Example:
         >>> saves = [SaveRecord(step=7, kind="full", bytes=9, rows=3, secs=0.1)]
@@ -165,7 +165,7 @@ class OneShot:
     name: ClassVar[str] = "one_shot"
 
     def decide(self, history: Sequence[SaveRecord]) -> Decision:
-        """Returns a delta against the latest full save, if there is one."""
+        """Returns a delta on the latest full save, if there is one."""
         cycle = since_baseline(history)
         if not cycle:
             return full_because(NO_BASELINE)
@@ -174,11 +174,11 @@ class OneShot:
 
 @dataclass(frozen=True, slots=True)
 class Consecutive:
-    """Writes rows changed since the last save: least bytes, a restore reads them all.
+    """Policy of deltas on the save before: fewest bytes, but a restore reads all of them.
 
     Attributes:
-        max_chain: most deltas that a restore has to replay, 1 or more; the save after
-            that many is full. None: no limit.
+        max_chain: most deltas that a restore has to replay, 1 or more. The save after that many is
+            full. None: no limit.
 
     Raises:
         OptionError: if `max_chain` is less than 1.
@@ -203,7 +203,7 @@ class Consecutive:
         take_limit(self, "max_chain")
 
     def decide(self, history: Sequence[SaveRecord]) -> Decision:
-        """Returns a delta against the last save, or a full one past `max_chain`."""
+        """Returns a delta on the last save, or a full one past `max_chain`."""
         cycle = since_baseline(history)
         if not cycle:
             return full_because(NO_BASELINE)

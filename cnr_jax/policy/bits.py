@@ -264,7 +264,7 @@ def widths_of(
 def expected_restores(*, node_mtbf_hours: float, nodes: int, job_hours: float) -> float:
     """Returns how often a job is expected to be restored: once for each failure.
 
-    A mean: the actual number scatters around it by about its square root.
+    The number is a mean: the actual number scatters around it by about its square root.
 
     Args:
         node_mtbf_hours: mean time between failures of one node, in hours.
@@ -272,7 +272,7 @@ def expected_restores(*, node_mtbf_hours: float, nodes: int, job_hours: float) -
         job_hours: hours that the job trains for, restarts included.
 
     Raises:
-        OptionError: if one is not a number, or negative, or there is no time between failures.
+        OptionError: if an argument is not a number, or negative, or `node_mtbf_hours` is 0.
 
     Example:
         >>> expected_restores(node_mtbf_hours=4000, nodes=16, job_hours=500)

@@ -39,25 +39,25 @@ _SLOWING = Fraction(7, 8)
 
 @dataclass(frozen=True, slots=True)
 class Intermittent:
-    """Writes rows changed since the baseline, and a new baseline when it pays.
+    """Policy of deltas on a baseline, and of a new baseline when that pays; the default.
 
-    A restore reads two checkpoints, as with `OneShot`, but deltas do not grow for ever:
-    once the next delta is expected to cost as much as the average save since the
-    baseline, the next save is full.
+    A restore reads two checkpoints, as with `OneShot`, but deltas do not grow for ever: once the
+    next delta is expected to cost as much as the average save since the baseline, the next save is
+    full.
 
     Attributes:
-        max_deltas: most deltas on one baseline, 1 or more; the save after that many is
-            full, whatever the predictor says. None: no limit.
+        max_deltas: most deltas on one baseline, 1 or more. The save after that many is full,
+            whatever the predictor says. None: no limit.
         cost: costs that are compared. `"bytes"`: bytes written for tables and slots. `"secs"`:
-            seconds from the start of a save until it was written, as they were measured
-            in this run; right if saves are bound by time and not by storage. A delta
-            that took longer than the full save is then the last of its cycle.
-        predictor: `"forecast"`: the next delta, forecast from the growth of those before
-            (`full_is_due`). `"history"`: the last delta, which is the paper's
-            rule and takes the full a save later (`should_take_full`).
+            seconds from the start of a save until it was written, as measured in this run; right if
+            saves are bound by time and not by storage. A delta that took longer than the full save
+            is then the last of its cycle.
+        predictor: `"forecast"`: the cost of the next delta, forecast from the growth of those
+            before (`full_is_due`). `"history"`: the cost of the last delta, which is the paper's
+            rule and takes the full save one save later (`should_take_full`).
 
     Raises:
-        OptionError: if `max_deltas` is less than 1, `cost` or `predictor` not known.
+        OptionError: if `max_deltas` is less than 1, or `cost` or `predictor` is not known.
 
     Example:
         >>> saves = [
@@ -89,7 +89,7 @@ class Intermittent:
         _check_choice("predictor", self.predictor, get_args(Predictor))
 
     def decide(self, history: Sequence[SaveRecord]) -> Decision:
-        """Returns a delta against the latest full save, or a full one when it pays."""
+        """Returns a delta on the latest full save, or a full one when it pays."""
         cycle = since_baseline(history)
         if not cycle:
             return full_because(NO_BASELINE)
