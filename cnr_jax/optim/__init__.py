@@ -1,11 +1,11 @@
-"""Optimizers that read and change only the rows a batch looked up, as optax has none.
+"""Optimizers that read and change only the rows a batch looked up; optax has none of that kind.
 
-They take gradients with respect to the gathered rows, `table[ids]`, and the ids, never
+They take the ids, and gradients with respect to the gathered rows, `table[ids]`, never
 a gradient as large as the table. As in optax, an optimizer is a pair of pure functions
-`init` and `update`, and its state is a NamedTuple of trees like that of the tables, so
-that `find_tables` finds the slots by their paths. Dense layers keep an optimizer of
-optax. `as_optax` makes a transformation of optax of each, which takes the gradients that
-`jax.grad` gives.
+`init` and `update`. Its state is a NamedTuple of trees with the structure of the tables, so
+`find_tables` finds the slots by their paths. Dense layers keep an optimizer of
+optax. `as_optax` turns an optimizer into a transformation of optax, which takes the gradients
+that `jax.grad` gives.
 
 To remember: a row that is not in the ids, or is only at masked entries, keeps every bit,
 in the table and in the slots. So `record`, given the same ids and masks, misses nothing.

@@ -50,29 +50,29 @@ class RowUpdate(Protocol):
 
 
 class RowOptimizer(NamedTuple):
-    """A pair of pure functions, for use in a jitted train step.
+    """Optimizer of table rows: pure functions, for use in a jitted train step.
 
     Attributes:
         init: `init(tables) -> state`. `tables` is an array [rows, dim] or any tree of
-            such: a dict by name, or the branch of the parameters that holds them. Out
-            of `jax.jit` the slots are placed as the tables' rows are; within it say so
-            by `out_shardings`.
+            such: a dict by name, or the branch of the parameters that holds them. Outside
+            of `jax.jit` the slots are placed as the tables' rows are. Inside of it, give
+            their places by `out_shardings`.
         update: `update(row_grads, ids, tables, state, *, where=None) ->
             (tables, state)`. All are trees with the structure of `tables`, in which
             each table has
 
             * `ids`: integer[...], as they were used in `table[ids]`: they may repeat,
-              -rows to -1 wrap, and what is out of these bounds is clamped, as in JAX
+              -rows to -1 wrap, and ids out of bounds are clamped, as in JAX
               and in `record`. None leaves the table and its count alone.
-            * `row_grads`: float[..., dim], of the loss by each row looked up. A row
+            * `row_grads`: float[..., dim], gradient of the loss by each row looked up. A row
               looked up several times has one gradient, their sum. Several features of
               a table go into one call, concatenated: each call is a step.
             * `where`: bool, broadcast to the ids; entries that are False are ignored,
               whatever their gradients are. None counts all.
 
             Donate tables and state, and return them in the order of the arguments, as
-            here: JAX pairs donated arrays with results of the same shape by order, and
-            what is paired across (a table with a slot) is copied whole.
+            here. JAX pairs donated arrays with results of the same shape by order, and
+            copies an array whole that it pairs wrongly (a table with a slot).
 
             Arithmetic and slots are float32 also for bfloat16 and float16 tables, whose
             new rows are rounded once. (On CPU, XLA writes to these by converting the
@@ -83,10 +83,11 @@ class RowOptimizer(NamedTuple):
 
             Raises `OptionError`, at trace time, for arguments that do not fit.
         advance: `advance(row_grads, slots, count) -> (steps, slots, count)`: what
-            `update` does once the n distinct rows of a table are gathered, for other
-            ways to gather them, as `as_optax` has. float32[n, dim] of summed gradients,
-            the slots' rows in the order of the state's fields, and int32[] of earlier
-            updates, to what is subtracted of the rows, their new slots and the new count.
+            `update` does once the n distinct rows of a table are gathered. It is for other
+            ways to gather them, such as that of `as_optax`. It takes the summed gradients,
+            float32[n, dim], the rows of the slots in the order of the state's fields, and the
+            count of earlier updates, int32[]. It returns the steps to subtract from the rows,
+            their new slots and the new count.
     """
 
     init: Callable[[Tree], Any]

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 class RowSteps:
     """Update of some rows of one table, as `as_optax` makes it.
 
-    `table + steps` is the table with these rows changed, so `optax.apply_updates` takes it.
-    It lives within a train step: neither `jax.jit` nor functions that map over updates
-    (`optax.scale`, `optax.global_norm`) take it, and they raise a `TypeError`.
+    `table + steps` is the table with these rows changed, so `optax.apply_updates` takes it. It
+    exists only within a train step: `jax.jit` does not take it, nor do functions that map over
+    updates (`optax.scale`, `optax.global_norm`), and they raise a `TypeError`.
 
     Attributes:
         name: name of the table, as in the ids.
         rows: integer[n], the distinct rows, ascending, and then `shape[0]` for no row.
-        steps: float32[n, dim], to be subtracted of these rows.
-        table: the parameter that `update` was given, [rows, dim].
+        steps: float32[n, dim], to be subtracted from these rows.
+        table: parameter that `update` was given, [rows, dim].
     """
 
     name: str
@@ -80,17 +80,17 @@ def as_optax(
 ) -> optax.GradientTransformationExtraArgs:
     """Turns a row optimizer into a transformation for `optax.multi_transform` and NNX.
 
-    Its update takes, beside the gradients, the ids that the batch looked up:
+    The transformation takes, beside the gradients, the ids that the batch looked up:
     `update(grads, state, params, ids={"user": ids})`. Gradients are those of the whole
-    tables, as `jax.grad` and `nnx.grad` give them; of these and of the slots it reads the
-    rows in the ids, and no others change. Rows and slots get the bits that
+    tables, as `jax.grad` and `nnx.grad` give them. It reads only the rows of gradients and slots
+    that are in the ids, and changes no others. Rows and slots get the bits that
     `optimizer.update` gives them, compiled alike, except that `jax.grad` sums the gradients
     of a repeated row in the table's own dtype. It has to be the last of an `optax.chain`: a
     transformation after it that changes updates, or adds them up, raises.
 
     A gradient as large as the table has to be filled with zeros, which `optimizer.update`
     does not need. And if tables are sharded by rows and batches too, XLA may sum whole
-    gradients over the devices. Use `optimizer.update` for tables too large for that.
+    gradients over the devices. For tables too large for that, use `optimizer.update`.
 
     Args:
         optimizer: one of `cnr_jax.optim`.
@@ -155,16 +155,16 @@ def as_optax(
 
 
 def moved_rows(updates: Tree) -> dict[str, Lookup]:
-    """Rows that the updates of `as_optax` change, by table, as `record` takes them.
+    """Returns the rows that the updates of `as_optax` change, by table, as `record` takes them.
 
-    So ids are given once, to the optimizer, and the recorded rows are those that it changes.
+    So you give ids once, to the optimizer, and `record` stamps the rows that it changes.
 
     Args:
         updates: a tree with `RowSteps` at tables, as from `tx.update` or from
             `nnx.Optimizer.update`; other leaves are passed over.
 
     Returns:
-        By table, its distinct rows with a mask of those that are rows.
+        By table, a `Lookup` of its distinct rows, with a mask of the entries that are rows.
 
     Raises:
         OptionError: if there are no `RowSteps`: recording nothing would lose rows.
