@@ -27,13 +27,13 @@ _LEAST_SHAPE = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failures:
-    """Times at which a job can run, and those at which it loses a node.
+    """Failures as one job sees them: when it can run, and when it loses a node.
 
     Attributes:
         name: name of the trace or of the distribution.
         up: stretches of time in which the job has all its nodes, as pairs of begin and end in
-            seconds, in order. Each ends by a failure, but for one that ends with the trace.
-        secs: length of the trace.
+            seconds, in order. Each ends by a failure, unless it ends with the trace.
+        secs: length of the trace, in seconds.
         nodes: number of nodes that the job needs.
 
     Example:
@@ -58,7 +58,7 @@ class Failures:
 
     @property
     def mtbf_secs(self) -> float:
-        """Mean time between failures while the job has its nodes; infinite without any."""
+        """Mean seconds between failures while the job has its nodes; infinite without any."""
         return self.up_secs / self.count if self.count else math.inf
 
     @classmethod
@@ -71,13 +71,13 @@ class Failures:
     ) -> Failures:
         """Failures from the number of nodes that are up, as it changes over time.
 
-        Nodes that go and come again between two times are not seen.
+        A node that goes and comes back between two times is not seen.
 
         Args:
             name: name of the trace.
-            secs: times in rising order; the last one ends the trace.
+            secs: times in seconds, in rising order; the last one ends the trace.
             nodes: number of nodes that are up from each time on.
-            needed: nodes that the job needs; None: as many as are up at most.
+            needed: number of nodes that the job needs; None: the most that are up at a time.
 
         Raises:
             OptionError: if times do not rise, or the job never has its nodes.
@@ -126,13 +126,13 @@ class Failures:
         a long time when the trace begins.
 
         Args:
-            node_mtbf_hours: mean time between failures of one node.
-            nodes: nodes that the job needs; the failure of any of them ends it.
-            hours: length of the trace.
-            shape: of the distribution. 1 is the exponential one. 0.7 to 0.8 were published for
-                nodes of clusters: the longer a node has run, the rarer it fails.
+            node_mtbf_hours: mean hours between failures of one node.
+            nodes: number of nodes that the job needs; the failure of any of them ends it.
+            hours: length of the trace, in hours.
+            shape: shape of the distribution. 1 is the exponential one. 0.7 to 0.8 were published
+                for nodes of clusters: the longer a node has run, the more seldom it fails.
             down_secs: seconds until a failed node is replaced.
-            seed: number by which draws are repeated.
+            seed: number that makes the draws repeatable.
 
         Raises:
             OptionError: if a number is not positive, `shape` is below 0.1, or the draws would be
@@ -184,10 +184,11 @@ def failures_from(
 
     Args:
         text: path of a file, as `read_failures` reads it; or `exponential:HOURS` or
-            `weibull:HOURS,SHAPE`, with the mean time between failures of one node.
-        nodes: nodes that the job needs; None: as many as are up at most, of a distribution one.
+            `weibull:HOURS,SHAPE`, with the mean hours between failures of one node.
+        nodes: number of nodes that the job needs; None: for a trace, the most that are up at a
+            time; for a distribution one.
         hours: hours to draw failures for; None: as many as bring some hundreds of them.
-        seed: number by which draws are repeated.
+        seed: number that makes the draws repeatable.
 
     Raises:
         OptionError: as `read_failures` and `Failures.drawn`, or if a distribution has other
@@ -220,14 +221,14 @@ def failures_from(
 def read_failures(path: str | os.PathLike[str], nodes: int | None = None) -> Failures:
     """Reads a trace of failures: the number of nodes that are up, as it changes over time.
 
-    A file of CSV has two columns below a header: seconds, and the number of nodes that are up from
-    then on. A file of JSON has both as lists, `{"secs": [0, 60], "nodes": [4, 3]}`, or samples at
+    A CSV file has two columns below a header: seconds, and the number of nodes that are up from
+    then on. A JSON file has both as lists, `{"secs": [0, 60], "nodes": [4, 3]}`, or samples at
     equal distances, `{"metadata": {"gap_seconds": 300}, "data": [4, 3]}`, as published traces of
     preempted machines do.
 
     Args:
         path: path of the file; JSON if its name ends in `.json`, else CSV.
-        nodes: nodes that the job needs; None: as many as are up at most.
+        nodes: number of nodes that the job needs; None: the most that are up at a time.
 
     Raises:
         OptionError: if there is no such file, it is in neither form, or the job never has its

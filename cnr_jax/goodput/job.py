@@ -21,7 +21,7 @@ _ROUNDING = 1e-6
 class JobRun:
     """Simulated run of a job under one plan: where its time went.
 
-    Of the time in which the job had its nodes each second is in one of the fields in seconds.
+    Each second in which the job had its nodes is in one of the fields in seconds.
 
     Attributes:
         plan: name of the plan.
@@ -33,11 +33,11 @@ class JobRun:
         blocking_secs: seconds for which saves held training up, waits for saves before included.
         contention_secs: seconds by which train steps were slower beside saves.
         restart_secs: seconds of restarts and restores.
-        down_secs: seconds in which the job had not all its nodes.
+        down_secs: seconds in which the job lacked a node.
         failed: number of failures.
         saves: number of saves that became durable.
         written_bytes: bytes of all saves that were begun.
-        stored_bytes: bytes that must be held at most.
+        stored_bytes: most bytes that storage must hold.
     """
 
     plan: str
@@ -80,17 +80,17 @@ def simulate_job(
 ) -> JobRun:
     """Simulates a job over a trace of failures.
 
-    A failure ends whatever the job does, saves in flight included. It goes on from the last save
-    that was durable. Saves become durable in the order of their steps, and those that are written
-    at the same time share what there is as the profile says. The restart and the restore come
-    first in each stretch of time in which the job has its nodes.
+    A failure ends whatever the job does, saves in flight included. The job then goes on from the
+    last durable save. Saves become durable in the order of their steps, and those that are written
+    at the same time share what there is as the profile says. Each stretch of time in which the job
+    has its nodes begins with the restart and the restore.
 
     Args:
         profile: profile of the run.
         failures: trace of failures.
         plan: plan of its saves.
-        notice_secs: seconds before a failure at which the job is told of it. It then stops
-            training and saves once more.
+        notice_secs: seconds before a failure at which the job is told of it. It then stops training
+            and saves once more.
 
     Raises:
         OptionError: if `notice_secs` is no number of 0 or more.

@@ -77,12 +77,12 @@ def expected_goodput(
     *,
     notice_secs: float = 0.0,
 ) -> float:
-    """Share of a job's time in which it trains steps that stay, as the model has it.
+    """Expected share of a job's time in which it trains steps that stay, by the model.
 
-    Each stretch of time between two failures begins with a restart and a restore. What was trained
-    since the call of the last durable save is lost at its end: half an interval on average, and
-    what is trained while a save is written. With a notice nothing is lost but the time that it
-    takes, if a save is done by then.
+    Each stretch of time between two failures begins with a restart and a restore. At its end the
+    job loses what it has trained since the call of the last durable save: half an interval on
+    average, and what it trains while a save is written. With a notice it loses only the seconds of
+    the notice, if a save is durable by then.
 
     Args:
         plan: plan of saves.

@@ -20,7 +20,7 @@ _FULLS, _SAVES = 3, 300
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of saving.
+    """Plan of saving: how often, how many saves in flight, and what each save writes.
 
     Attributes:
         name: name of the system, or of the policy.
@@ -31,7 +31,7 @@ class Plan:
         plain: whether saves are plain full ones.
 
     Raises:
-        OptionError: if the interval or the saves in flight are less than 1.
+        OptionError: if `every` or `in_flight` is less than 1.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that must be held at most: before, behind and in each commit."""
+        """Most bytes that storage must hold: before, behind and in each commit."""
         most = int(self.schedule.written.max())
         return int(self.schedule.transient.max()) + (self.in_flight - 1) * most
 
@@ -67,14 +67,14 @@ class Plan:
 def plan_of(
     profile: Profile, every: int, policy: Policy, in_flight: int = 1, name: str = ""
 ) -> Plan:
-    """Plan of this library with a policy.
+    """Plan of saving by this library under a policy.
 
     Args:
         profile: profile of the run, which says how its deltas grow.
         every: train steps between two saves.
         policy: policy that decides on each save.
         in_flight: most saves at the same time.
-        name: name of the plan; that of the policy, if empty.
+        name: name of the plan; if empty, that of the policy.
     """
     followed, fulls = Followed(policy), 0
     for save in range(_SAVES):

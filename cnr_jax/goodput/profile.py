@@ -26,14 +26,14 @@ _SECONDS = ("step", "blocking", "write", "restore", "plain_write")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Seconds that something takes: so many, and so many more for each byte.
+    """Seconds that something takes: a fixed number, and more for each byte.
 
     Attributes:
         fixed: seconds that it takes whatever the bytes.
         per_byte: seconds that each byte adds.
         low: factor below which a tenth of the measurements lie.
         high: factor above which a tenth of them lie.
-        samples: number of measurements; None: nothing was measured, and a user has said it.
+        samples: number of measurements; None: nothing was measured, a user has given the figures.
 
     Example:
         >>> Seconds(fixed=0.5, per_byte=1e-9).of(2_000_000_000)
@@ -52,18 +52,18 @@ class Seconds:
             raise OptionError(f"seconds are finite numbers of 0 or more, got {self}")
 
     def of(self, nbytes: Bytes) -> Bytes:
-        """Seconds for so many bytes, each if they are several numbers."""
+        """Seconds for a number of bytes, or for each of several numbers."""
         return self.fixed + self.per_byte * nbytes
 
     def times(self, factor: float) -> Seconds:
-        """The same, so many times slower."""
+        """The same, slower by a factor."""
         return dataclasses.replace(
             self, fixed=self.fixed * factor, per_byte=self.per_byte * factor
         )
 
     @property
     def known(self) -> bool:
-        """Whether enough was measured, or a user has said it."""
+        """Whether enough was measured, or a user has given the figures."""
         return self.samples is None or self.samples >= ENOUGH
 
 
@@ -71,30 +71,30 @@ class Seconds:
 class Profile:
     """Profile of a run: what its steps, saves and restores take.
 
-    `Profile.read` reads its JSON form, which `asdict` gives; fields that are left out there have
-    the values below.
+    `Profile.read` reads the JSON form that `asdict` gives. Fields that are left out there have
+    their defaults.
 
     Attributes:
-        step: a train step beside no save.
-        blocking: a save, as long as it holds training up.
-        write: a save in the background alone, from then until it is durable.
-        restore: a restore, by the bytes that it reads.
-        restart_secs: seconds from a failure until programs run again and have compiled, beside
-            the restore; with traces, from when all nodes are back.
+        step: seconds of a train step beside no save.
+        blocking: seconds for which a save holds training up.
+        write: seconds of a save in the background alone, from then until it is durable.
+        restore: seconds of a restore, by the bytes that it reads.
+        restart_secs: seconds from a failure until programs run again and have compiled, without the
+            restore; with traces, from when all nodes are back.
         full_bytes: bytes of a full save.
         plain_bytes: bytes of a plain full save, as Orbax writes it.
         dense_bytes: bytes that every save writes alike.
         changed_bytes: bytes of the rows that one train step changes.
-        exponent: of growth: n steps change rows of `changed_bytes * n ** exponent` bytes, as look-
-            ups of the same rows add nothing.
+        exponent: exponent of growth: n steps change rows of `changed_bytes * n ** exponent` bytes,
+            as look-ups of the same rows add nothing.
         contention: share by which a train step is slower while a save is being written.
-        in_flight: how many times longer a write takes if 1, 2, ... are in flight. Beyond what was
+        in_flight: factors by which a write takes longer if 1, 2, ... are in flight. Beyond what was
             measured it grows with their number, as where bandwidth is the limit.
         plain_write: as `write`, for plain full saves, whose bytes nobody encodes; None: as for
-            ours.
-        node_secs: seconds for which each node beyond `processes` makes a save hold training up
+            saves of this library.
+        node_secs: seconds by which each node beyond `processes` makes a save hold training up
             longer, as nodes wait for each other.
-        processes: nodes that `blocking` was measured with, whose waits are part of it.
+        processes: number of nodes that `blocking` was measured with, whose waits are part of it.
     """
 
     step: Seconds
@@ -178,7 +178,7 @@ class Profile:
         return self.in_flight[-1] * in_flight / measured
 
     def asdict(self) -> dict[str, Any]:
-        """All of it as values of JSON."""
+        """All fields as values of JSON."""
         return {**dataclasses.asdict(self), "in_flight": list(self.in_flight)}
 
     @classmethod
@@ -186,7 +186,7 @@ class Profile:
         """Profile from what `asdict` returns.
 
         Raises:
-            OptionError: if fields are missing, unknown or of no use.
+            OptionError: if fields are missing, unknown or cannot be used.
         """
         try:
             given = dict(document)
@@ -204,10 +204,10 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads a file of JSON that holds a profile, or a document with one as `profile`.
+        """Reads a JSON file that holds a profile, or a document with one as `profile`.
 
         Raises:
-            OptionError: if there is no such file, or it holds none.
+            OptionError: if there is no such file, or it holds no profile.
         """
         try:
             document = json.loads(Path(path).read_text("utf-8"))
