@@ -742,7 +742,7 @@ def test_commands_are_told_that_there_is_one_writer(
         run.run(manager, range(4))
     for keep in (3, 2):
         told: Any = {"writer_is_dead": True, "delete": True, "keep": keep}
-        with pytest.raises(errors.OptionError, match="or --single-writer"):
+        with pytest.raises(errors.OptionError, match="commands --single-writer"):
             cnr.prune(str(root), **told)
         cnr.prune(str(root), single_writer=True, **told)
         left = [name for name in names_in(root) if name.isdigit()]
@@ -755,11 +755,14 @@ def test_commands_are_told_that_there_is_one_writer(
     with run.open(tmp_path) as manager:
         run.restore(manager, None)
         run.run(manager, [2])
-    with pytest.raises(errors.OptionError, match="or --single-writer"):
+    with pytest.raises(errors.OptionError, match="commands --single-writer"):
         cnr.mirror(tmp_path, str(far))
     assert cnr.mirror(tmp_path, str(far), single_writer=True).copied_steps == 1
     again: Any = {"single_writer": True, "writer_is_dead": True}
     assert cnr.mirror(tmp_path, str(far), repair=True, **again).problems == ()
+    words = ["prune", str(far), "--keep", "1", "--yes", "--writer-is-dead"]
+    assert CliRunner().invoke(app, words).exit_code == 12
+    assert CliRunner().invoke(app, [*words, "--single-writer"]).exit_code == 0
     assert cnr.compact(str(far), **again).is_done
     assert cnr.verify(str(far)) == ()
 
@@ -771,11 +774,14 @@ def test_a_step_of_a_root_is_no_root(tiny_run: Any, root: epath.Path) -> None:
         run.run(manager, range(2))
         item = manager._listing.item
     before = {name: names_in(root / name) for name in ("0", "1")}
-    for inner in (root / "1", root / "1" / item):
+    # And where parts of it are gone already.
+    store_of(root).remove_file(root / "0" / names.ORBAX_METADATA)
+    del before["0"]
+    for inner in (root / "1", root / "1" / item, root / "0", root / "0" / item):
         for call in (run.open, cnr.verify, cnr.describe):
             with pytest.raises(errors.OptionError, match="a step of the root"):
                 call(str(inner))
-    assert {name: names_in(root / name) for name in ("0", "1")} == before
+    assert {name: names_in(root / name) for name in before} == before
 
 
 def test_a_swap_without_a_version_is_refused(root: epath.Path) -> None:

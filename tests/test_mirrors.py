@@ -34,7 +34,7 @@ from cnr_jax.testing.faults import Fault
 
 from . import mirror_program
 from .bucket_proxy import Proxy
-from .conftest import case_of, xla_flags
+from .conftest import case_of, each_of, xla_flags
 from .test_buckets import held
 
 PROGRAM = Path(mirror_program.__file__)
@@ -447,6 +447,60 @@ def test_what_may_be_of_others_does_not_make_way_for_a_copy(
     assert ocp.CheckpointManager(theirs).all_steps() == [0]
 
 
+@each_of("steps", [1, 3])
+def test_a_full_step_whose_manifest_is_gone_is_healed_on_either_side(
+    tiny_run: Any, tmp_path: Path, steps: int
+) -> None:
+    """Also where it is the only step: what is left of it tells whose it is."""
+    root, far = tmp_path / f"root{steps}", tmp_path / f"far{steps}"
+    run = tiny_run()
+    with run.open(root, mirror=far) as manager:
+        run.run(manager, range(steps))
+    (far / "0/default" / names.MANIFEST).write_bytes(b"")
+    assert cnr.mirror(root, far).problems == () and cnr.verify(far) == ()
+    (root / "0/default" / names.MANIFEST).write_bytes(b"")
+    with run.open(root, mirror=far) as manager:
+        assert manager.latest_step() == steps - 1
+        run.check(manager, None)
+    assert cnr.verify(root) == ()
+
+
+def test_repair_leaves_steps_of_another_run(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    runs, others = [tiny_run(salt=salt) for salt in (0, 1)], (1, 2)
+    with runs[0].open(root) as manager:
+        runs[0].run(manager, [0])
+    for steps in others:
+        far = tmp_path / f"far{steps}"
+        other = tiny_run(salt=1)
+        with other.open(far) as manager:
+            other.run(manager, range(steps))
+        (far / "0/default" / names.MANIFEST).write_bytes(b"")
+        before = {p: p.read_bytes() for p in (far / "0").rglob("*") if p.is_file()}
+        told: Any = {"repair": True, "writer_is_dead": True}
+        with case_of(steps), contextlib.suppress(errors.UsedRootError):
+            assert cnr.mirror(root, far, **told).copied_steps == 0
+        after = {p: p.read_bytes() for p in (far / "0").rglob("*") if p.is_file()}
+        assert after == before, steps
+
+
+def test_a_step_of_plain_orbax_beside_those_of_the_run_stays(
+    tiny_run: Any, root: Path, tmp_path: Path
+) -> None:
+    run, far = tiny_run(), tmp_path / "far"
+    with run.open(root) as manager:
+        run.run(manager, range(2))
+    cnr.mirror(root, far)
+    shutil.rmtree(far / "1")
+    with ocp.CheckpointManager(tmp_path / "plain") as plain:
+        plain.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    shutil.copytree(tmp_path / "plain/1", far / "1")
+    report = cnr.mirror(root, far)
+    assert "its name is taken" in str(report.problems)
+    assert not (far / "1/default" / names.MANIFEST).exists()
+
+
 def test_a_step_of_another_root_is_no_mirror(
     tiny_run: Any, root: Path, far: epath.Path, tmp_path: Path
 ) -> None:
@@ -458,6 +512,10 @@ def test_a_step_of_another_root_is_no_mirror(
         run.run(manager, [0])
     with pytest.raises(errors.OptionError, match="is a step of the root"):
         cnr.mirror(root, str(far / "0"))
+    with pytest.raises(errors.OptionError, match="is a step of the root"):
+        cnr.mirror(root, str(far / "0"), repair=True, writer_is_dead=True)
+    with pytest.raises(errors.OptionError, match="is a step of the root"):
+        run.open(root, mirror=str(far / "0"))
     assert steps_in(far) == ["0"] and harm(far) == []
     assert names.WRITER not in store_of(far).names_in(far / "0")
 

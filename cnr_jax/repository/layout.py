@@ -98,7 +98,7 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
         )
     if ".." in text.split("/"):
         raise errors.OptionError(
-            f"{text!r} is no root: no object of a bucket is called so\n"
+            f"{text!r} is no root: `..` leads nowhere in a bucket\n"
             "  got '..' in it, expected names of folders\n"
             "  hint: the URL without it"
         )

@@ -14,7 +14,13 @@ from cnr_jax.options import Options
 from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.mirroring.mirror import Mirror
-from cnr_jax.repository.mirroring.near import empty_into, lacking_room, meet, note_far
+from cnr_jax.repository.mirroring.near import (
+    check_goes_to,
+    empty_into,
+    lacking_room,
+    note_far,
+    set_strays_aside,
+)
 from cnr_jax.repository.mirroring.places import check_apart
 from cnr_jax.repository.store import AnyPath, can
 from cnr_jax.texts import logger
@@ -102,6 +108,7 @@ def tiers_of(
         OptionError: if a root cannot be where it is to be, or one lies in the other, or several
             processes are to save near.
         UsedRootError: if what lies near is of another run.
+        OSError: if a root cannot be seen or written.
     """
     far = open_root(root)
     if not writes or (options.near is None and options.mirror is None):
@@ -122,7 +129,8 @@ def tiers_of(
             f"near is {os.fspath(near)}, expected a local path, such as one below /dev/shm"
         )
     check_apart(far, near)
-    meet(near, far, is_step, item)
+    check_goes_to(near, far)
+    set_strays_aside(near, far, is_step, item)
     problem = lacking_room(near, far, full_bytes(), is_step, item)
     if not problem:
         with as_root_errors(near):

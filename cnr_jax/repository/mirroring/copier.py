@@ -21,7 +21,15 @@ from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import Place, check_is_root
 from cnr_jax.repository.mirroring.step_files import Meter, copy_files, mend_files
 from cnr_jax.repository.step import is_same_step, read_manifest
-from cnr_jax.repository.store import AnyPath, can, store_of, sync_directory
+from cnr_jax.repository.store import (
+    AnyPath,
+    can,
+    digest_of,
+    exists,
+    read_all,
+    store_of,
+    sync_directory,
+)
 from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.claim import read_writer
 from cnr_jax.repository.upkeep.removal import remove_in_place
@@ -94,7 +102,7 @@ class Copier:
         Raises:
             UsedRootError: if it does.
         """
-        runs = {entry.run for entry in there.restorable() if not entry.orbax}
+        runs = {entry.run for entry in there.committed() if not entry.orbax}
         newest = self.source.newest()
         if newest is not None and runs and newest.run not in runs:
             where = os.fspath(self._target)
@@ -116,8 +124,7 @@ class Copier:
             WriterError, OSError: as `RootWriter.claim`.
         """
         if not self._has_claimed:
-            if not can(self._target).cheap_looks:
-                check_is_root(self._target)
+            check_is_root(self._target)
             self._check_run(self.writer.refreshed())
         self.writer.claim(own=own)
         if not self._has_claimed:
@@ -272,15 +279,7 @@ class Copier:
         if found is None and folder is None:
             return
         is_older = found is not None and order(found)[0] < entry.generation
-        # What cannot be read may be anybody's, unless others there are of this run.
-        is_of_run = any(e.run == entry.run for e in there.restorable() if not e.orbax)
-        is_damaged = (
-            folder is not None
-            and folder.is_checkpoint
-            and folder.kind != "orbax"
-            and is_of_run
-        )
-        if not (is_older or is_damaged):
+        if not (is_older or (found is None and self._may_hold(entry))):
             got = "a folder of somebody else"
             if found is not None:
                 got = (
@@ -306,6 +305,11 @@ class Copier:
                 there.forget(each.directory)
             else:
                 self._remove(each.directory)
+
+    def _may_hold(self, entry: Entry) -> bool:
+        """Whether the target holds a step of the source, or a copy of it that cannot be read."""
+        place, source, item = self._target, self._source, str(self.item)
+        return may_hold(self.there, entry, place=place, source=source, item=item)
 
     def _remove(self, directory: str) -> None:
         self.writer.check_removal(directory)
@@ -374,7 +378,7 @@ class Copier:
             if name not in self.there.directories():
                 self.copy(entry)
                 mended.append(os.fspath(goal))
-            elif may_hold(self.there, entry):
+            elif self._may_hold(entry):
                 try:
                     self._claim()
                     found = mend_files([goal, self._source / name], [goal])
@@ -406,12 +410,36 @@ def _kept(ledger: Ledger, keep: int, min_fulls: int) -> Kept:
         ledger.run = before
 
 
-def may_hold(ledger: Ledger, entry: Entry) -> bool:
-    """Whether a root holds a step, or in its place a checkpoint that cannot be read."""
-    found, folder = (
-        ledger.entries.get(entry.directory),
-        ledger.folders.get(entry.directory),
-    )
+def may_hold(
+    held: Ledger, entry: Entry, *, place: AnyPath, source: AnyPath, item: str
+) -> bool:
+    """Whether a root holds a step, or in its folder a copy of it that cannot be read.
+
+    Whose a folder without a readable manifest is, other steps of the same run in that root tell,
+    or the manifest of a process in it that the step names.
+
+    Args:
+        held: what the root holds.
+        entry: the step, as another root holds it.
+        place: the root.
+        source: the other root.
+        item: of the step.
+    """
+    name = entry.directory
+    found, folder = held.entries.get(name), held.folders.get(name)
     if found is not None:
         return found.uuid == entry.uuid
-    return folder is not None and folder.is_checkpoint
+    if folder is None or not folder.is_checkpoint or folder.kind == "orbax":
+        return False
+    if any(each.run == entry.run for each in held.committed() if not each.orbax):
+        return True
+    try:
+        manifest = entry.manifest or read_manifest(source / name / item)
+        digests = [
+            digest_of(each.path, read_all(place / name / item / each.path))
+            for each in manifest.processes
+            if exists(place / name / item / each.path)
+        ]
+    except (errors.CnrError, OSError):
+        return False
+    return any(each in manifest.processes for each in digests)

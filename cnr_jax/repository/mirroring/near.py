@@ -17,13 +17,12 @@ from cnr_jax.repository.description import amount
 from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
-from cnr_jax.repository.layout import check_is_root, lies_in, open_root
+from cnr_jax.repository.layout import lies_in, open_root
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.places import is_free
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import (
     AnyPath,
-    can,
     exists,
     make_root,
     read_small,
@@ -88,75 +87,14 @@ def empty_into(near: AnyPath, far: AnyPath, **told: Any) -> None:
             mirror.catch_up()
 
 
-def meet(
-    near: AnyPath,
-    far: AnyPath,
-    is_step: Callable[[str], bool] | None,
-    item: str | None = None,
-) -> None:
-    """Checks that what lies near is not of another root's run, and sets strays aside.
-
-    Args:
-        near: the root, which need not be there.
-        far: the root of the run.
-        is_step: tells names of step directories; None: all that end in a digit.
-        item: of each step; None: the one that is found.
-
-    Raises:
-        UsedRootError: if what lies near is of another root's run, or of another run.
-        OptionError: if the far root is a step of another root.
-        OSError: if what lies near is of another root's run, maybe, and the far root cannot be seen.
-    """
-    _check_run(near, far)
-    item = item or (find_item(near) if exists(near) else None)
-    try:
-        if not can(far).cheap_looks:  # else its mirror looks
-            check_is_root(far)
-        if item is not None and is_free(near):
-            held = Ledger.load(near, item, is_step)
-            theirs = Ledger.load(far, item, is_step)
-            _set_strays_aside(near, far, item, held, theirs)
-    except errors.OptionError:
-        raise
-    except (errors.CnrError, OSError) as error:
-        _log.warning(
-            "whether the run has gone on without steps of %s is not known: %s",
-            os.fspath(near),
-            in_one_line(error),
-        )
-
-
-def note_far(near: AnyPath, far: AnyPath) -> None:
-    """Notes near which root its steps are copied to, so that they do not come to another one.
-
-    Raises:
-        OSError: if that cannot be stored.
-    """
-    if _noted_far(near) != os.fspath(far):
-        make_root(near)
-        replace_durably(near / names.FAR, os.fsencode(f"{os.fspath(far)}\n"))
-
-
-def _noted_far(near: AnyPath) -> str:
-    """The root that is noted near; empty: none is."""
-    path = near / names.FAR
-    try:
-        return os.fsdecode(read_small(path, _MOST_BYTES)).rstrip("\n")
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except errors.FormatError as error:
-        _log.warning("%s names no root: %s", os.fspath(path), in_one_line(error))
-        return ""
-
-
-def _check_run(near: AnyPath, far: AnyPath) -> None:
-    """Makes sure that what lies near is of the run of the far root, or was to be copied there.
+def check_goes_to(near: AnyPath, far: AnyPath) -> None:
+    """Checks that what lies near is of the run of the far root, or noted to be copied there.
 
     All of it counts, however the manager names its steps.
 
     Raises:
         UsedRootError: if it is of another run, or another root is noted and this one holds no step.
-        OSError: if that cannot be seen, and another root is noted.
+        OSError: if what lies near cannot be seen; or the far root, where another one is noted.
     """
     noted, item = _noted_far(near), find_item(near) if exists(near) else None
     if item is None or _is_same(noted, far):
@@ -165,46 +103,64 @@ def _check_run(near: AnyPath, far: AnyPath) -> None:
     if not held:
         return
     try:
-        theirs = Ledger.load(far, item).restorable() if exists(far) else []
+        theirs = Ledger.load(far, item) if exists(far) else Ledger()
     except (errors.CnrError, OSError):
         if noted:
             raise
         return  # who brings steps near, or copies them, meets that too
-    runs = {entry.run for entry in theirs if not entry.orbax}
+    runs = {entry.run for entry in theirs.committed() if not entry.orbax}
     if held[-1].run in runs or not (noted or runs):
         return
     here, there = os.fspath(near), os.fspath(far)
-    copied = f"cnr-jax mirror {shlex.quote(here)} {shlex.quote(there)}"
-    hint = f"; to go on with that run here, copy them first: {copied}"
+    way = f"cnr-jax mirror {shlex.quote(here)} {shlex.quote(there)}"
+    hint = f"; to go on with that run here, copy them first: {way}"
+    expected = f"steps of that run in {there}, which holds none that can be read"
+    if runs:
+        expected, hint = f"run {', '.join(sorted(map(str, runs)))}", ""
     raise errors.UsedRootError(
         f"{here} holds steps of another run than {there}\n"
         f"  got run {held[-1].run}, up to step {held[-1].step}, which is copied to"
-        f" {noted[:200] or 'a root that is not noted'}; expected"
-        f" {f'run {min(map(str, runs))}' if runs else 'that of this root, which holds no step'}\n"
+        f" {noted[:200] or 'a root that is not noted'}; expected {expected}\n"
         "  hint: another folder for near; or delete this one, if nobody needs its steps"
-        + ("" if runs else hint)
+        f"{hint}"
     )
 
 
-def _is_same(noted: str, far: AnyPath) -> bool:
-    """Whether a root that was noted is this one, maybe by another path."""
-    if not noted or noted == os.fspath(far):
-        return noted != ""
-    try:
-        other = open_root(noted)
-        return lies_in(other, far) and lies_in(far, other)
-    except errors.OptionError:
-        return False
-
-
-def _set_strays_aside(
-    near: AnyPath, far: AnyPath, item: str, held: Ledger, theirs: Ledger
+def set_strays_aside(
+    near: AnyPath,
+    far: AnyPath,
+    is_step: Callable[[str], bool] | None,
+    item: str | None = None,
 ) -> None:
     """Sets steps of a near root aside that the run has gone on without.
 
     So it is on a host that comes back: what it had not copied was lost for others, and one of
     them has gone on from an older step. The newest step of the far root is of a lineage then that
     the near one does not know, and was written later than what lies near alone.
+
+    Args:
+        near: the root, which need not be there.
+        far: the root of the run.
+        is_step: tells names of step directories; None: all that end in a digit.
+        item: of each step; None: the one that is found.
+    """
+    try:
+        item = item or (find_item(near) if exists(near) else None)
+        if item is not None and is_free(near):
+            held = Ledger.load(near, item, is_step)
+            _set_aside(near, far, item, held, Ledger.load(far, item, is_step))
+    except (errors.CnrError, OSError) as error:
+        _log.warning(
+            "whether the run has gone on without steps of %s is not known: %s",
+            os.fspath(near),
+            in_one_line(error),
+        )
+
+
+def _set_aside(
+    near: AnyPath, far: AnyPath, item: str, held: Ledger, theirs: Ledger
+) -> None:
+    """The same, by what both roots hold.
 
     Raises:
         CnrError, OSError: if that cannot be seen or done.
@@ -236,3 +192,37 @@ def _set_strays_aside(
         os.fspath(far),
         newest.step,
     )
+
+
+def note_far(near: AnyPath, far: AnyPath) -> None:
+    """Notes near which root its steps are copied to, so that they do not come to another one.
+
+    Raises:
+        OSError: if that cannot be stored.
+    """
+    if _noted_far(near) != os.fspath(far):
+        make_root(near)
+        replace_durably(near / names.FAR, os.fsencode(f"{os.fspath(far)}\n"))
+
+
+def _noted_far(near: AnyPath) -> str:
+    """The root that is noted near; empty: none is."""
+    path = near / names.FAR
+    try:
+        return os.fsdecode(read_small(path, _MOST_BYTES)).removesuffix("\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except errors.FormatError as error:
+        _log.warning("%s names no root: %s", os.fspath(path), in_one_line(error))
+        return ""
+
+
+def _is_same(noted: str, far: AnyPath) -> bool:
+    """Whether a root that was noted is this one, maybe by another path."""
+    if not noted or noted == os.fspath(far):
+        return noted != ""
+    try:
+        other = open_root(noted)
+        return lies_in(other, far) and lies_in(far, other)
+    except errors.OptionError:
+        return False

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.repository import layout
@@ -85,11 +85,14 @@ def mirror(
     with as_root_errors(target, "mirrored to"):
         if repair:
             if held := held or find_item(target):
-                told = {
-                    "writer_is_dead": writer_is_dead,
-                    "single_writer": single_writer,
-                }
-                mended = _repair(path, target, held, problems, told)
+                mended = _repair(
+                    path,
+                    target,
+                    held,
+                    problems,
+                    writer_is_dead=writer_is_dead,
+                    single_writer=single_writer,
+                )
         elif not is_free(target):
             raise errors.WriterError(
                 f"another program copies to {os.fspath(target)}: nothing was copied\n"
@@ -118,29 +121,52 @@ def mirror(
 
 
 def _repair(
-    root: AnyPath, target: AnyPath, item: str, problems: list[str], told: Any
+    root: AnyPath,
+    target: AnyPath,
+    item: str,
+    problems: list[str],
+    *,
+    writer_is_dead: bool,
+    single_writer: bool,
 ) -> list[str]:
-    """Mends each of two roots from the other, as `claimed` is told; returns what was mended."""
+    """Mends each of two roots from the other; returns what was mended."""
     check_apart(root, target)
-    layout.check_is_there(target)
-    mended, told = list[str](), {**told, "not_done": "mended"}
-    with claimed(root, item, **told) as own, claimed(target, item, **told) as far:
-        ledgers = own[1], far[1]
-        known = [e for held in ledgers for e in held.committed() if not e.orbax]
+    layout.check_can_be_read(target)
+    mended = list[str]()
+    with contextlib.ExitStack() as stack:
+        own, far = (
+            stack.enter_context(
+                claimed(
+                    place,
+                    item,
+                    writer_is_dead=writer_is_dead,
+                    single_writer=single_writer,
+                    not_done="mended",
+                )
+            )
+            for place in (root, target)
+        )
+        pairs = (target, root, own), (root, target, far)
+        for source, place, (writer, _) in pairs:
+            Copier(source, place, item=item, writer=writer).look()  # of one run?
+        known = [e for _, held in (own, far) for e in held.committed() if not e.orbax]
         for entry in sorted({e.directory: e for e in known}.values(), key=order):
-            if not all(may_hold(held, entry) for held in ledgers):
+            if not all(
+                may_hold(held, entry, place=place, source=source, item=item)
+                for source, place, (_, held) in pairs
+            ):
                 continue
             copies = [place / entry.directory for place in (root, target)]
             try:
                 mended += map(os.fspath, mend_files(copies, copies))
             except (errors.CnrError, OSError) as error:
                 problems.append(f"step {entry.directory}: {in_one_line(error)}")
-            for place, held in zip((root, target), ledgers, strict=True):
+            for _, place, (_, held) in pairs:
                 held.read(place, entry.directory, item)
-        for source, goal, writer in ((target, root, own[0]), (root, target, far[0])):
-            copier = Copier(source, goal, item=item, writer=writer)
+        for source, place, (writer, _) in pairs:
+            copier = Copier(source, place, item=item, writer=writer)
             copier.look()
             for entry in copier.needed():
                 copier.copy(entry)
-                mended.append(os.fspath(goal / entry.directory))
+                mended.append(os.fspath(place / entry.directory))
     return mended

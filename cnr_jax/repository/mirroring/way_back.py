@@ -11,6 +11,7 @@ from cnr_jax.repository.causes import as_root_errors, in_one_line
 from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
+from cnr_jax.repository.layout import check_is_root
 from cnr_jax.repository.mirroring.copier import Copier
 from cnr_jax.repository.mirroring.places import is_free
 from cnr_jax.repository.store import AnyPath, exists
@@ -77,6 +78,7 @@ class WayBack:
 
     def _bring(self, own: Ledger | None, item: str | None, step: int | None) -> bool:
         with as_root_errors(self.target, "read"):
+            check_is_root(self.target)
             item = item or find_item(self.target)
             if item is None or not exists(self.target):
                 return False

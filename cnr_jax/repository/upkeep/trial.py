@@ -61,8 +61,8 @@ def _ignored(root: AnyPath, condition: str) -> errors.OptionError:
         " programs that save to one root are told apart\n"
         f"  got an object that was replaced {condition}, expected this to be refused\n"
         "  hint: save to a service that keeps If-None-Match and If-Match; or, if never two"
-        " programs save there at a time, Options(single_writer=True); single_writer=True of"
-        " prune, compact and mirror, or --single-writer of the commands",
+        " programs save there at a time, Options(single_writer=True). prune, compact and"
+        " mirror take single_writer=True too, and their commands --single-writer",
         kind="no_conditions",
         path=where,
     )
