@@ -217,6 +217,39 @@ def test_a_single_writer_saves_after_its_mirror_has_mended_a_step(
         assert manager.latest_step() == 3
 
 
+@each_of("step", [0, 2])
+def test_what_was_found_damaged_before_is_mended(
+    tiny_run: Any, tmp_path: Path, step: int
+) -> None:
+    """By `verify`, or by a restore when nobody could mend it."""
+    root, far = tmp_path / f"root{step}", tmp_path / f"far{step}"
+    run = tiny_run()
+    with run.open(root, mirror=far) as manager:
+        run.run(manager, range(3))
+    with run.open(root, mirror=far) as manager:
+        path = next(
+            f
+            for f in files_of(root, str(step))
+            if "/rows.p" in f and f.endswith("/c/0")
+        )
+        whole = flip(root, path)
+        assert manager.verify() and manager.latest_step() != 2
+        run.restore(manager, None)
+        run.same(run.state, run.truth[2])
+        assert (root / path).read_bytes() == whole and manager.latest_step() == 2
+        flip(root, path)
+        shutil.move(far, tmp_path / "away")
+        assert manager.verify()
+        if step:
+            run.restore(manager, None)
+            run.same(run.state, run.truth[1])
+        shutil.move(tmp_path / "away", far)
+        run.restore(manager, None)
+        run.same(run.state, run.truth[2])
+        run.run(manager, [3])
+    assert cnr.verify(root) == () and cnr.verify(far) == ()
+
+
 def test_a_step_that_is_damaged_in_both_is_passed_over(
     tiny_run: Any, root: Path, tmp_path: Path
 ) -> None:

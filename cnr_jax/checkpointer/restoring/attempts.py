@@ -269,7 +269,7 @@ class StepChooser:
         ledger.refresh(self._root, self._item)
 
     def newest(self) -> int:
-        """Newest step that is not known to be damaged.
+        """Newest step that is not known to be damaged, or that could be mended.
 
         Raises:
             NoStepError: if there is none.
@@ -279,6 +279,7 @@ class StepChooser:
         newest = entry.step if (entry := ledger.newest()) else -1
         if error := ledger.ask_again(self._root, self._item, newer_than=newest):
             raise error
+        self._mend_newer()
         if ledger.newest() is None and not self._has_asked_again:
             self._has_asked_again = True
             ledger.take_back_unread()
@@ -290,6 +291,21 @@ class StepChooser:
         raise errors.NoStepError.nothing_restores(
             os.fspath(self._root), ledger.obstacles(), hint
         )
+
+    def _mend_newer(self) -> None:
+        """Mends the newest step that is passed over for damage found before, if it can be.
+
+        Such as by `verify`, or by a restore while the mirror was away.
+        """
+        ledger, newest = self.ledger, self.ledger.newest()
+        for entry in reversed(ledger.committed()):
+            if newest is not None and order(entry) <= order(newest):
+                return
+            chain = [each.directory for each in ledger.chain(entry)]
+            is_known = any(ledger.harm_of(each) for each in ledger.chain(entry))
+            if is_known and self.mend(entry.directory):
+                ledger.take_back(chain)
+                return
 
     def mend(self, directory: str) -> bool:
         """Mends a damaged step, once; whether that did anything."""

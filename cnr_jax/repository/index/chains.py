@@ -326,6 +326,13 @@ class Chains:
             self._version += 1
         return bool(unread)
 
+    def take_back(self, directories: Iterable[str]) -> None:
+        """Takes back what was found damaged of steps that are whole again."""
+        whole = {*directories}
+        for key in [each for each in self._harms if each[0] in whole]:
+            del self._harms[key]
+            self._version += 1
+
     def become(self, fresh: Chains) -> None:
         """Takes over what was read anew."""
         self._entries, self._folders = fresh._entries, fresh._folders

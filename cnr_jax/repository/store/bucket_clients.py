@@ -223,6 +223,8 @@ def _store_error(text: str, where: str, service: Any) -> StoreError:
         if is_of_keys:
             fact, hint = f"{_NO_KEYS[0]} ({' '.join(codes) or fact})", _NO_KEYS[1]
         said = f"{fact}; hint: {service.HINTS.get(hint, service.OTHER_HINT)}"
+        if is_of_keys:
+            return RefusedError(errno.EACCES, said, where)
         return StoreError(NO_ANSWER, said, where)
     hints = (service.HINTS[code] for code in reversed(codes) if code in service.HINTS)
     fact = f"answer {' '.join(codes)}; hint: {next(hints, service.OTHER_HINT)}"

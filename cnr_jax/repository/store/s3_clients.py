@@ -37,8 +37,8 @@ HINTS = {
     "401": _KEYS_HINT,
     "SlowDown": "the service asks for fewer requests: let fewer programs use it at a time",
     "RequestTimeTooSkewed": "set the clock of this machine",
-    "NoKeys": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pip install boto3, which"
-    " finds those of profiles",
+    "NoKeys": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, which takes"
+    " pip install boto3",
     "InvalidCertificate": "set AWS_CA_BUNDLE to a file with the certificates of its authority",
     "Name": "call the root otherwise",
 }
