@@ -1,1 +1,1 @@
-"""The writer of a root: its claim, what it moves aside and removes; and the check of a root."""
+"""Upkeep of a root: its writer, the claim, steps moved aside or removed, and the check `verify`."""

@@ -1,6 +1,6 @@
-"""Steps that are moved out of the way of a save, and back unless it is committed.
+"""Steps that are moved out of the way of a save, and moved back if it is not committed.
 
-Which steps these are is decided in `index.rollback`.
+`index.rollback` decides which steps these are.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _log = logger(__name__)
 def names_aside(
     root: AnyPath, entries: Sequence[Entry], earlier: str
 ) -> tuple[tuple[str, str], ...]:
-    """What is to be moved aside: names before and after, in the order of moving.
+    """Names of what is to be moved aside, before and after, in the order of moving.
 
     Args:
-        root: holds the steps.
+        root: root that holds the steps.
         entries: steps in the order in which they are moved.
-        earlier: folder of the root that they are moved into, and with them what earlier
-            rollbacks have moved aside; empty: they stay in the root under other names.
+        earlier: folder of the root that the steps are moved into, together with what earlier
+            rollbacks have moved aside. Empty: the steps stay in the root under other names.
 
     Raises:
-        OptionError: if a step is a link that leads elsewhere from another folder.
+        OptionError: if a step is a relative link, which would lead elsewhere once it is moved.
     """
     if not earlier:
         return tuple(
@@ -79,18 +79,19 @@ def move_aside(root: AnyPath, aside: Aside, earlier: str) -> None:
     """Moves steps out of the way of a save, dependents first.
 
     Args:
-        root: holds the steps.
-        aside: what `names_aside` has found; noted in the claim, so that it comes back if the
-            save fails.
-        earlier: folder of the root that they are moved into, with what is noted of steps that
-            may lack rows; empty: they stay in the root.
+        root: root that holds the steps.
+        aside: what `names_aside` has found. The caller has noted it in the claim, so that the
+            steps come back if the save fails.
+        earlier: folder of the root that the steps are moved into, with a copy of the file that
+            notes which steps may lack rows. Empty: the steps stay in the root.
     """
     store = store_of(root)
     if earlier:
         store.make_folder(root / earlier)
         sync_directory(root)
         suspects.copy(root, root / earlier)
-    # Whichever of these last in a power cut: all are noted, and each comes back by itself.
+    # A power cut may keep only some of these moves. The claim notes all, and `bring_back` undoes
+    # each by itself.
     for name, now in aside.moved:
         store.move(root / name, root / now)
         if not earlier:
@@ -126,15 +127,17 @@ def aside_of_run(
     *,
     adopts: bool = False,
 ) -> list[str]:
-    """Names of what rollbacks of a run have set aside, the newest first: it may rest on older.
+    """Names of the steps that rollbacks of a run have set aside, newest first.
+
+    In this order they can be removed, since newer ones may rest on older ones.
 
     Args:
-        root: holds them.
-        item: of each of them, by which its run is known.
-        ledger: of the root; its `run` is the one whose rollbacks are meant.
-        others: names that are not looked at, as they are known not to be of the run;
-            those that are found not to be, or cannot be understood, are added.
-        adopts: whether adopted steps of plain Orbax are of the run, as they were in the root.
+        root: root that holds the steps.
+        item: name of the item whose manifest tells the run of a step.
+        ledger: ledger of the root. Its `run` is the one whose rollbacks are meant.
+        others: names that are skipped, as they are known not to be of the run. The function adds
+            names that it finds to be of another run, or cannot understand.
+        adopts: whether adopted steps of plain Orbax count as steps of the run.
 
     Raises:
         OSError: if the root cannot be listed.
@@ -159,7 +162,7 @@ def aside_of_run(
         except errors.CnrError:
             others.add(name)
         except OSError:
-            pass  # storage may give it out later
+            pass  # storage may let it be read later
         else:
             if (manifest.run or "") == ledger.run:
                 found.append((manifest.generation, manifest.step, name))
@@ -176,14 +179,16 @@ def clear_aside(
     *,
     adopts: bool,
 ) -> None:
-    """Removes what rollbacks of a run have set aside; what cannot be removed stays.
+    """Removes the steps that rollbacks of a run have set aside, until one cannot be removed.
+
+    That one and the rest then stay, which a warning says.
 
     Args:
         place: the root, and the item that tells the run of a folder.
         ledger: see `aside_of_run`.
-        remove: a directory of the root.
-        others: the same.
-        adopts: the same.
+        remove: function that removes a directory of the root, given its name.
+        others: see `aside_of_run`.
+        adopts: see `aside_of_run`.
     """
     try:
         for name in aside_of_run(place.root, place.item, ledger, others, adopts=adopts):
@@ -194,10 +199,10 @@ def clear_aside(
 
 
 def _is_committed(root: AnyPath, aside: Aside) -> bool:
-    """Whether the save is there that something was moved aside for.
+    """Whether the save for which steps were moved aside is committed.
 
     Raises:
-        OSError: if storage does not say: no answer is no proof.
+        OSError: if storage gives no answer, which proves neither.
     """
     try:
         return read_committed(root, aside.directory, aside.item).uuid == aside.uuid
@@ -206,19 +211,19 @@ def _is_committed(root: AnyPath, aside: Aside) -> bool:
 
 
 def check_is_here(root: AnyPath) -> None:
-    """Checks, for who only reads, that no save that begins a new run has steps moved away.
+    """Checks, for a program that only reads, that the first save of a new run has moved no steps.
 
-    Such a save moves all steps into a folder before it writes its own. Until that is committed,
-    or they are back, some steps are in the root, or none.
+    Such a save moves all steps into a folder before it writes its own. Until it is committed, or
+    the steps are back, the root holds only some of them, or none.
 
     Raises:
-        NoStepError: if it has; it says where they are, and what brings them back.
-        OSError: if that cannot be seen.
+        NoStepError: if steps are away. The text says where they are, and what brings them back.
+        OSError: if storage does not tell.
     """
     try:
         writer = read_writer(root)
     except PermissionError:
-        return  # who may read steps need not be one who may read claims
+        return  # a user who may read the steps need not have the right to read the claim
     aside = writer.aside if writer is not None else None
     if writer is None or aside is None:
         return
@@ -249,10 +254,10 @@ def check_is_here(root: AnyPath) -> None:
 
 
 def bring_back(root: AnyPath, aside: Aside) -> None:
-    """Undoes a move aside unless the save that it was for is committed, parents first.
+    """Moves steps back, parents first, unless the save that they made way for is committed.
 
     Raises:
-        OSError: if storage does not say whether it is, or cannot undo it.
+        OSError: if storage does not tell whether the save is committed, or a move fails.
     """
     if _is_committed(root, aside):
         return
@@ -262,11 +267,11 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
             store_of(root).move(root / now, root / name)
             back.append(name)
         elif not can(root).renames and is_named(root / now):
-            # The move aside was cut short, before anything was removed.
+            # The move aside was cut short while it copied, before it removed anything of the step.
             for error in store_of(root).remove_tree(root / now):
                 raise error
     for folder in {now.rpartition("/")[0] for _, now in aside.moved} - {""}:
-        # Stays if somebody has put something there, or if it was never made.
+        # An error means that somebody has put something there, or that it was never made.
         with contextlib.suppress(OSError):
             _remove_if_empty(root / folder)
     if back:
@@ -278,12 +283,12 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
 
 
 def _is_whole(path: AnyPath) -> bool:
-    """Whether a step is there; where it moves file by file, with the one that moves last."""
+    """Whether a step is there; where files move one by one, with the file that moves last."""
     return is_named(path) if can(path).renames else is_committed(path)
 
 
 def _remove_if_empty(folder: AnyPath) -> None:
-    """Removes a folder that holds nothing but a copy of what is noted of its steps."""
+    """Removes a folder that holds nothing but a copy of the note on suspect steps."""
     store, held = store_of(folder), names_in(folder)
     if all(name == SUSPECTS or is_replacing(name) for name in held):
         for name in held:
@@ -292,13 +297,14 @@ def _remove_if_empty(folder: AnyPath) -> None:
 
 
 def recover(root: AnyPath) -> None:
-    """Brings back what a killed save had moved aside, if surely nobody is writing.
+    """Brings back the steps that a killed save had moved aside, if surely nobody is writing.
 
-    For a manager that starts and may save: without claiming the root, and again at will. Where
-    it may not write, what was moved stays where it is.
+    A manager that may save calls this when it starts. The call does not claim the root, and may be
+    repeated. If the program has no right to write there, the steps stay where they are.
 
     Raises:
-        OSError: if it cannot be seen or undone: the newest steps may be among what was moved.
+        OSError: if the claim cannot be read, or the steps cannot be moved back. The newest steps
+            of the root may be among them, so the manager must not go on.
     """
     writer = read_writer(root)
     if writer is None or writer.aside is None:
@@ -317,7 +323,7 @@ def recover(root: AnyPath) -> None:
         )
         return
     try:
-        # Without locks, one that has not ended may be about to commit.
+        # Where there are no locks, a process that has not ended may be about to commit.
         if free and (lock.is_proof or writer.is_dead):
             bring_back(root, writer.aside)
         elif not _is_committed(root, writer.aside):

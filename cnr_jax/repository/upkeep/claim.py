@@ -1,13 +1,13 @@
-"""Who saves to a root: the newest claim wins, and whoever lost it saves and deletes no more.
+"""The claim on a root: which manager saves there, so that two programs do not harm each other.
 
-A claim is a small file in the root with a random id. It is no lock: a run that restarts takes
-the root over at once, however the one before it ended. Each save, commit and removal first
-looks whether the claim is still its own. No clock takes part: ids are equal or not.
+A claim is a small file in the root with a random id. The newest claim wins: a manager that has lost
+the root saves and deletes nothing more. The claim is no lock, so a run that restarts takes the root
+over at once, however the program before it ended. Each save, commit and removal first checks that
+the claim still has the manager's id. No clock takes part: ids are equal or not.
 
-The claim tells a writer that it lost the root; until it notices, it goes on writing files, under
-names that the new writer uses too. So the new one waits for a lock, which is held while a save is
-being written. The system frees it when a process ends, however it ends. Where there are no locks,
-there is nothing to wait for.
+A manager that has lost the root goes on writing files until it notices, under names that the new
+one uses too. So the new manager waits for a lock, which is held while a save is being written. The
+system frees the lock when a process ends, however it ends. Where there are no locks, nobody waits.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from cnr_jax.repository.upkeep.processes import ProcessId, this_process
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# A rollback of 100,000 steps takes about as much.
+# The most bytes of a claim that are read. A rollback of 100,000 steps takes about as many.
 _LIMIT_BYTES = 16 << 20
-# Plain Orbax says of our steps only that they cannot be restored: who then looks finds this.
+# Plain Orbax says of our steps only that they cannot be restored. A user who then opens the files
+# of the root finds this text.
 _ABOUT = (
     "The steps here were saved by cnr_jax, incremental checkpoints for JAX, and may rest on each"
     " other. cnr_jax.CheckpointManager(<this folder>).restore(None) reads them; so does plain"
     " Orbax by restore(step), in a program that has imported cnr_jax.args. For programs without"
     " cnr_jax, cnr_jax.export(<this folder>, step, directory) writes a checkpoint of plain Orbax."
 )
-# How often it is tried to take the lock.
+# Seconds between two tries to take the lock.
 _POLL_SECS = 0.02
 
 
@@ -58,9 +59,9 @@ class Aside:
     """Steps that a rollback has moved out of the way of a save that is not committed yet.
 
     Attributes:
-        uuid: of the save.
-        directory: step directory of the save.
-        item: that holds it.
+        uuid: uuid of the save.
+        directory: name of the save's step directory.
+        item: name of the item that holds the save.
         moved: names of each moved directory, before and now, in the order of moving.
     """
 
@@ -72,12 +73,14 @@ class Aside:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """A manager that has claimed a root.
+    """A manager that has claimed a root, as its claim describes it.
 
     Attributes:
-        process: that it is of; its namespaces and so on are not in claims of older versions.
-        since: when it claimed the root, in UTC; for people.
-        epoch: of the catalogue that is right; empty: of none.
+        id: random id of the claim.
+        process: process of the manager. Claims of older versions lack its namespaces and so on.
+        since: when the manager claimed the root, in UTC; for people.
+        aside: steps that are moved aside for a save; None: none are.
+        epoch: epoch of the catalogue that is valid; empty: none is.
     """
 
     id: str
@@ -94,26 +97,26 @@ class Writer:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a manager of this very process."""
+        """Whether the manager is one of this very process."""
         return self.id in _claimed_at and self.process.pid == os.getpid()
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process is known to have ended; of a live one, and in doubt, not.
+        """Whether the manager's process is known to have ended; False in doubt.
 
-        All who act on that ask here: who prunes, who brings back what a save has moved aside, who
-        clears what a save has left.
+        All code that acts on that asks here: `prune`, `recover`, which brings back what a save has
+        moved aside, and the writer, which clears what a save has left.
         """
         return self.process.state() == "dead"
 
 
-# Where the program was when managers of this process claimed roots, by the ids of their claims:
-# two managers of a process have all else in common.
+# Lines of the program at which managers of this process claimed roots, by the ids of the claims.
+# Two managers of a process have all else in common, so only the line tells a user which is meant.
 _claimed_at: dict[str, str] = {}
 _OWN_PACKAGES = {"cnr_jax", "orbax"}
 
 
-# The line that called, for threads that work for who did.
+# The line of the program that called this package, for threads that work on its behalf.
 called_at: contextvars.ContextVar[str] = contextvars.ContextVar("called_at", default="")
 
 
@@ -122,7 +125,8 @@ def calling_line() -> str:
     if known := called_at.get():
         return known
     found, was_own = "a line that is not known", False
-    # From the inside out; in between there may be others, such as decorators of contextlib.
+    # The walk goes outwards. Frames of other packages, such as decorators of contextlib, may lie
+    # between those of this one, so the outermost caller counts.
     for frame, line in traceback.walk_stack(None):
         is_own = frame.f_globals.get("__name__", "").split(".")[0] in _OWN_PACKAGES
         if was_own and not is_own:
@@ -132,7 +136,7 @@ def calling_line() -> str:
 
 
 def other_writer(writer: Writer | None) -> str:
-    """What to do about another manager that saves to a root."""
+    """Hint for the user on what to do about another manager that saves to a root."""
     if writer is not None and writer.is_here:
         return (
             "it is another manager of this same process: close it, or save through it"
@@ -141,19 +145,19 @@ def other_writer(writer: Writer | None) -> str:
 
 
 def read_writer(root: AnyPath) -> Writer | None:
-    """Who claims a root; None if nobody does or the claim cannot be understood.
+    """Reads the claim on a root; None if there is none, or it cannot be understood.
 
-    Anybody may have written the file, and steps are renamed as it says: it is understood as a
-    whole or not at all.
+    Anybody may have written the file, and steps are renamed as it says. So the claim counts only if
+    all of it is understood.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: if the file cannot be read.
     """
     return _read_writer(root)[0]
 
 
 def _read_writer(root: AnyPath) -> tuple[Writer | None, Any]:
-    """Who claims a root, and the version of the claim, where the store has conditions."""
+    """Reads the claim on a root, and the version of its file where the store has conditions."""
     version: Any = None
     try:
         path = root / names.WRITER
@@ -184,7 +188,7 @@ def _read_writer(root: AnyPath) -> tuple[Writer | None, Any]:
 
 
 def _read_process(fields: Fields) -> ProcessId:
-    """The process of a claim; claims of older versions do not tell all of it."""
+    """Reads the process of a claim; claims of older versions lack some of the fields."""
     has = fields.has
     return ProcessId(
         host=fields.text("host"),
@@ -196,10 +200,10 @@ def _read_process(fields: Fields) -> ProcessId:
 
 
 def _read_aside(fields: Fields) -> Aside:
-    """What was moved aside, as pairs of the two forms of SPEC.md, section 9.6.
+    """Reads what was moved aside, as pairs of the two forms of SPEC.md, section 9.6.
 
-    Either a step directory has got a name with `.abandoned-`, or what is moved, such a name too,
-    lies under the same name in the folder of earlier runs that is called after the save.
+    Either a step directory got a name with `.abandoned-`. Or a directory, which may have such a
+    name already, lies under the same name in the folder of the earlier run, named by the save.
     """
     moved: list[tuple[str, str]] = []
     uuid = fields.hexadecimal("uuid", 32)
@@ -232,24 +236,25 @@ class Claim:
         self._root = root
         self._own: Writer | None = None
         self._other: Writer | None = None
-        # Of the claim as it was read or written last: nobody else may have written it since.
+        # Version of the claim as it was read or written last. A write fails if another manager has
+        # written the claim since.
         self._version: Any = None
-        # One save may look at the claim while another changes it.
+        # One save may check the claim while another changes it.
         self._turn = threading.RLock()
-        # Drawn last by this manager.
+        # The epoch that this manager drew last.
         self._epoch = ""
         _inherited.add(self)
 
     @property
     def is_taken(self) -> bool:
-        """Whether the root was claimed and not given up."""
+        """Whether this manager has claimed the root and has not given it up."""
         return self._own is not None
 
     def take(self) -> Writer | None:
         """Claims the root for this manager.
 
         Returns:
-            Who claimed it before, which includes what that one had moved aside.
+            The claim before, which says what that manager had moved aside; None: there was none.
         """
         before, self._version = _read_writer(self._root)
         own = Writer(
@@ -266,12 +271,13 @@ class Claim:
     def stand_in(self, other: Writer, *, alone: bool) -> None:
         """Acts for a while in the place of a manager that may still be running.
 
-        `withdraw` leaves the root to that one again, and if this process is killed before, the
-        claim is still of that one's process.
+        `withdraw` leaves the root to that manager again. If this process is killed before, the
+        claim still names that manager's process.
 
         Args:
-            other: who has claimed the root.
-            alone: whether a lock keeps that one from saving meanwhile; it need not be told then.
+            other: claim of that manager.
+            alone: whether a lock keeps that manager from saving meanwhile. If so, its claim stays
+                as it is.
 
         Raises:
             WriterError: if somebody else has claimed the root meanwhile.
@@ -292,7 +298,7 @@ class Claim:
             self._write(own)
 
     def check(self) -> None:
-        """Makes sure that no other manager has claimed the root meanwhile.
+        """Checks that no other manager has claimed the root meanwhile.
 
         Raises:
             WriterError: if one has.
@@ -306,20 +312,22 @@ class Claim:
     def _check(self, own: Writer) -> None:
         found, self._version = _read_writer(self._root)
         if found is None and not exists(self._root / names.WRITER):
-            self._write(own)  # somebody tidied up; nobody else claims the root
+            self._write(
+                own
+            )  # somebody deleted the file; no other manager claims the root
             return
         if found is None or found.id != own.id:
             raise _taken_over(self._root, found, own)
-        # Of what is moved aside, as whoever stands in for this one may have settled it.
+        # What is moved aside may differ: a manager that stood in for this one may have settled it.
         self._own = found
 
     def withdraw(self) -> None:
-        """Leaves the root to whom this stood in for, else to nobody.
+        """Leaves the root to the manager that this one stood in for, or else to nobody.
 
-        To nobody not where something is moved aside: it is noted in the claim alone.
+        The claim stays if steps are moved aside, as nothing else notes them.
 
         Raises:
-            WriterError: if another manager has claimed it meanwhile.
+            WriterError: if another manager has claimed the root meanwhile.
         """
         self.check()
         own, other = self._own, self._other
@@ -337,24 +345,27 @@ class Claim:
             self._own = None
 
     def is_alone(self) -> None:
-        """In a forked child: the thread that was asking is not there."""
+        """Makes a new lock in a forked child, where the thread that may hold it does not exist."""
         self._turn = threading.RLock()
 
     def give_up(self) -> None:
-        """Forgets the claim: the next save takes the root over again."""
+        """Forgets the claim, so that the next save takes the root over again."""
         self._own = None
 
     @property
     def epoch(self) -> str:
-        """Of the catalogue that this manager may write; empty where somebody stood in for it."""
+        """Epoch of the catalogue that this manager may write.
+
+        Empty if it may write none, for example after another manager stood in for it.
+        """
         own = self._own
         return self._epoch if own is not None and own.epoch == self._epoch else ""
 
     def begin_epoch(self) -> None:
-        """Makes the catalogue be none: what it says of a step is about to be wrong.
+        """Makes the catalogue invalid, as what it says of a step is about to be wrong.
 
-        Who has given the root up changes nothing: the next claim makes it be none, and before
-        that nobody saves a step in the place of one that is gone.
+        After the manager has given the root up, this does nothing: the next claim makes the
+        catalogue invalid, and until then nobody saves a step in the place of one that is gone.
 
         Raises:
             WriterError: if another manager has claimed the root.
@@ -370,11 +381,11 @@ class Claim:
 
     @property
     def aside(self) -> Aside | None:
-        """What is moved aside for a save that is not known to be committed."""
+        """Steps that are moved aside for a save that is not known to be committed."""
         return self._own.aside if self._own else None
 
     def note_aside(self, aside: Aside | None) -> None:
-        """Stores, before it happens, what is moved aside, or that this is settled."""
+        """Stores in the claim which steps are about to be moved aside; None: none are any more."""
         with self._turn:
             assert self._own is not None
             if aside != self._own.aside:
@@ -398,7 +409,7 @@ class Claim:
         self._own = own
 
     def _swap(self, path: AnyPath, data: bytes, own: Writer) -> None:
-        """Writes the claim if it is still as this manager knows it."""
+        """Writes the claim, unless another manager has written it since this one last saw it."""
         try:
             self._version = store_of(path).swap(path, data, self._version)
         except FileExistsError as error:
@@ -421,7 +432,7 @@ def _now() -> str:
 
 
 def _in_the_way(path: AnyPath, error: OSError) -> errors.WriterError:
-    """The error that says that a folder is where a manager writes a file."""
+    """Error that says that a folder lies where a manager writes a file."""
     return errors.WriterError(
         f"{os.fspath(path)} is in the way of who saves here\n"
         f"  got a folder, expected a file or nothing ({error.strerror})\n"
@@ -432,7 +443,7 @@ def _in_the_way(path: AnyPath, error: OSError) -> errors.WriterError:
 
 
 class WritingLock:
-    """The lock of one root, as one manager sees it."""
+    """Lock that a manager holds on a root while it writes a save."""
 
     def __init__(self, root: AnyPath) -> None:
         self._path = root / names.WRITER_LOCK
@@ -443,8 +454,8 @@ class WritingLock:
         """Waits until no other manager is writing.
 
         Returns:
-            Whether that is so; False after `timeout_secs`. True without waiting where the file
-            system knows no locks.
+            Whether this manager may write: False if another one is still writing after
+            `timeout_secs`. Where the file system has no locks, True without waiting.
         """
         if self._held is not None or not self._supported:
             return True
@@ -472,23 +483,23 @@ class WritingLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this manager holds it."""
+        """Whether this manager holds the lock."""
         return self._held is not None
 
     @property
     def is_proof(self) -> bool:
-        """Whether holding it means something: not where there are no locks."""
+        """Whether the lock keeps others out; False if it is known that there are no locks."""
         return self._supported
 
     def release(self) -> None:
         """Lets others write; does nothing if the lock is not held."""
         held, self._held = self._held, None
         if held is not None:
-            # Explicitly: a forked child may have inherited the file.
+            # Unlocks explicitly, since a forked child may have inherited the open file.
             held.close()
 
     def give_up(self) -> None:
-        """In a forked child: lets go of the file, which leaves the parent's lock."""
+        """Closes the lock's file in a forked child without unlocking it: the parent holds it."""
         held, self._held = self._held, None
         if held is not None:
             held.close(unlocks=False)
@@ -504,7 +515,7 @@ def _give_up_all() -> None:
         each.give_up()
 
 
-# A worker that outlives a killed trainer, such as one that loads data, must not hold its lock, nor
-# save in its name: of a trainer that has ended others may delete steps.
+# A worker that outlives a killed trainer, such as one that loads data, must not hold the trainer's
+# lock or save in its name: once the trainer has ended, other programs may delete its steps.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_give_up_all)

@@ -1,8 +1,8 @@
-"""The process that made something, on its machine, and whether it has ended.
+"""Identity of a process on its machine, and whether the process has ended.
 
-A PID alone says little: it is a number of one PID namespace, as of one container, and of one boot
-of one machine, and is given to another process when the one that had it has ended. Containers of
-one machine often have one host name, and so have machines made from one image.
+A PID alone says little. It is a number of one PID namespace, such as that of a container, and of
+one boot of one machine; when its process has ended, another may get it. Containers of one machine
+often share a host name, and so do machines made from one image.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """A process, told from all others of all times where the system, Linux, says enough.
+    """Identity of a process, unique among all processes of all times where Linux says enough.
 
     Attributes:
-        host: name of its host.
-        pid: its number.
-        boot_id: of the boot of the machine; None: not known, as all that follows.
-        namespaces: those in which its number and its start are counted.
-        started_ticks: when it began, in clock ticks since the boot.
+        host: name of the host.
+        pid: number of the process.
+        boot_id: id of the machine's boot; None if it is not known, as is then all that follows.
+        namespaces: namespaces in which the number and the start of the process are counted.
+        started_ticks: when the process began, in clock ticks since the boot.
     """
 
     host: str
@@ -35,10 +35,10 @@ class ProcessId:
     started_ticks: int | None = None
 
     def state(self) -> State:
-        """Whether the process goes on; `"unknown"` where this process cannot know.
+        """Whether the process is running; `"unknown"` where the caller cannot know.
 
-        A forked child is another process. One that has ended, and whose parent has not asked for
-        its exit code yet, is dead.
+        A forked child is another process. A process that has ended is dead even if its parent has
+        not asked for its exit code yet.
         """
         here = this_process()
         known = (here.host, here.boot_id, here.namespaces)
@@ -49,8 +49,8 @@ class ProcessId:
         except ProcessLookupError:
             return "dead"
         except (OSError, OverflowError, ValueError):
-            pass  # such as of another user; it is there, or its number is none
-        # Not taken for dead where it is not seen: /proc may hide processes of other users.
+            pass  # it may be a process of another user, or no valid number
+        # A process that /proc does not show is not taken for dead: it may hide other users' ones.
         found = None if here.started_ticks is None else _looked_up(str(self.pid))
         if found is None or found.pid != self.pid or self.started_ticks is None:
             return "unknown"
@@ -63,14 +63,14 @@ def this_process() -> ProcessId:
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             boot_id = file.read().strip()
-        # The start is counted in the time namespace, if the kernel has these.
+        # The start is counted in the time namespace, if the kernel has such namespaces.
         namespaces = os.readlink("/proc/self/ns/pid")
         if os.path.lexists("/proc/self/ns/time"):
             namespaces += " " + os.readlink("/proc/self/ns/time")
     except (OSError, ValueError):
         return ProcessId(host=host, pid=pid)
     found = _looked_up("self")
-    # Where /proc is that of another namespace, it shows other processes by these numbers.
+    # If /proc belongs to another namespace, this PID is that of another process there.
     ticks = found.ticks if found is not None and found.pid == pid else None
     return ProcessId(
         host=host,
@@ -83,7 +83,7 @@ def this_process() -> ProcessId:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shown:
-    """What `/proc` shows of a process; `over`: it has ended, but for its exit code."""
+    """What `/proc` shows of a process; `over` means that only its exit code is left."""
 
     pid: int
     over: bool
@@ -91,14 +91,15 @@ class _Shown:
 
 
 def _looked_up(name: str) -> _Shown | None:
-    """A process by its name in `/proc`; None where nothing can be read of it."""
+    """Looks up a process by its name in `/proc`; None if that cannot be read."""
     try:
         with open(f"/proc/{name}/stat", "rb") as file:
             text = file.read()
         # The name of the program, in parentheses, may hold spaces and parentheses itself.
         number, _, rest = text.partition(b" (")
         fields = rest.rpartition(b") ")[2].split()
-        # Fields 3, 20 and 22 of proc(5). Threads may outlive the one that the process began with.
+        # Fields 3, 20 and 22 of proc(5): state, number of threads, start. Threads may outlive the
+        # first one of the process.
         over = fields[0] in (b"Z", b"X", b"x") and int(fields[17]) <= 1
         return _Shown(int(number), over, int(fields[19]))
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Deletion of steps by hand: which ones retention would let go of, and why the others stay."""
+"""Deletion of steps on demand: which steps retention would let go of, and why the others stay."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def prune(
             fates = fates_in(ledger)
             going = [fate.name for fate in fates if not fate.stays]
             steps = children_first(ledger, (n for n in going if n in ledger.entries))
-            # What was set aside may rest on steps, but no step on what was set aside.
+            # Folders that were set aside go first: they may rest on steps, but no step on them.
             for name in [*(n for n in going if n not in ledger.entries), *steps]:
                 writer.check_removal(name)
                 if writer.remover is None:
@@ -209,10 +209,10 @@ def _positive(name: str, given: Any) -> int:
 
 
 def item_of(root: store.AnyPath, item: str | None) -> str:
-    """Name of the item of a root to go by, which must be one that can be changed.
+    """Name of the item to go by in a root that is to be changed: `item`, or the one that is found.
 
     Raises:
-        NoStepError: if there is no such folder.
+        NoStepError: if there is no such folder, or a save has moved its steps away.
         OptionError: if it is no root.
     """
     layout.check_can_be_read(root, item)
@@ -236,28 +236,29 @@ def claimed(
     single_writer: bool,
     not_done: str = "deleted",
 ) -> Iterator[tuple[RootWriter, Ledger]]:
-    """Claims a root for as long as nobody else saves to it; gives its writer and its ledger.
+    """Claims a root for a while if nobody else saves to it; yields its writer and its ledger.
 
     Args:
         root: root that is claimed.
         item: name of the item of its steps.
-        writer_is_dead: whether the manager that saved there last has ended, whatever is seen of it.
-        single_writer: whether to leave out the trial that two writers are told apart.
-        not_done: what was not done if the claim is refused, such as `"deleted"`.
+        writer_is_dead: whether the user promises that the manager that saved there last has ended.
+        single_writer: whether to skip the trial of the store's conditions, see `check_conditions`.
+        not_done: what was not done if the claim is refused, such as `"deleted"`; for the error.
 
     Raises:
         WriterError: if a manager may be saving there.
     """
     before = read_writer(root)
-    # A folder of that name is nobody's claim; the claim below says what is to be done about it.
+    # A folder of that name is nobody's claim; `writer.claim` below raises an error that says so.
     path = root / names.WRITER
     unknown = before is None and store.exists(path) and not store.is_directory(path)
-    # Only to say at once that a save is being written: the claim below takes the lock itself, and
-    # waits for a save that begins before it.
+    # The lock is tried only to say at once that a save is being written. `writer.claim` below takes
+    # it again, and waits for a save that begins in between.
     lock = WritingLock(root)
     is_free = lock.acquire(0)
     lock.release()
-    # Asked once: what is not known to be dead is left to whose it is, whatever the user says of it.
+    # Asked once. A manager that is not known to have ended gets the root back afterwards, even if
+    # the user promises that it has ended.
     is_dead = not unknown and (before is None or before.is_dead)
     if not is_free or not (is_dead or writer_is_dead):
         who = f"a manager saves to {root}, and is not known to have ended"
@@ -293,22 +294,22 @@ def _fates(
     *,
     other_runs: bool,
 ) -> tuple[Fate, ...]:
-    """What becomes of the steps of a root, in the order of `describe`, and of what is beside them.
+    """Fates of the steps of a root, in the order of `describe`, then of the folders beside them.
 
     Args:
-        root: that is looked through.
-        item: of its steps.
-        ledger: of it; knows no copy of a step afterwards.
+        root: root that is looked through.
+        item: name of the item of its steps.
+        ledger: ledger of the root. Afterwards it knows no copies of steps.
         keep: see `prune`.
-        min_fulls: the same.
-        other_runs: the same.
+        min_fulls: see `prune`.
+        other_runs: see `prune`.
     """
     kinds: dict[str, FateKind] = {n: e.kind for n, e in ledger.entries.items()}
     odd = _strays(ledger)
     own = [entry.directory for entry in ledger.committed() if not entry.orbax]
     is_clear = names.are_all_alike(own)
     look_into(root, item, ledger, sorted(ledger.directories()))
-    check_is_here(root)  # after the look, as in `describe`
+    check_is_here(root)  # after all steps were looked at, as in `describe`
     restorable = [entry for entry in ledger.restorable() if not entry.orbax]
     if not restorable:
         raise errors.NoStepError.nothing_restores(
@@ -318,7 +319,7 @@ def _fates(
             done="nothing is deleted",
         )
     ledger.run = restorable[-1].run
-    # Steps of plain Orbax neither rest on others, nor others on them: they stay, and do not count.
+    # Steps of plain Orbax rest on no others, and no others on them. They stay and do not count.
     theirs = {entry.directory for entry in ledger.committed() if entry.orbax}
     numbers = {names.step_number(name) for name in ledger.directories() - theirs}
     found = kept_steps(
@@ -360,16 +361,17 @@ def _fates(
         goes={name for each in gone for name in ledger.hidden_by(each)},
         all_runs=other_runs,
     )
-    # A run that saves there may have removed some meanwhile.
+    # A run that saves there may have removed some of the folders meanwhile.
     return tuple(fate for fate in fates if not store.is_gone(root / fate.name))
 
 
 def _strays(ledger: Ledger) -> dict[str, str]:
-    """Why copies of steps stay, and with them what they rest on.
+    """Reasons why copies of steps stay, and the steps that they rest on, by directory.
 
-    Such as `backup_5` beside 4, 5 and 6: no manager has called it so, nor does one delete it. The
-    ledger forgets them: of two steps of one number it would take either. So it does of folders that
-    are called otherwise and that nobody is seen to have saved: nothing rests on them.
+    A copy is, for example, `backup_5` beside 4, 5 and 6: no manager has given it that name, and
+    none deletes it. The ledger forgets copies, as it would take either of two steps of one number.
+    It also forgets folders with other names that are seen to hold no checkpoint: nothing rests on
+    those.
     """
     own = [entry.directory for entry in ledger.committed() if not entry.orbax]
     found = ledger.strays()
@@ -398,7 +400,7 @@ def _beside(
     goes: Collection[str],
     all_runs: bool,
 ) -> list[Fate]:
-    """What becomes of what rollbacks and new runs have set aside; `goes`: with steps that go."""
+    """Fates of what rollbacks and new runs have set aside; `goes` names what goes with steps."""
     others = set[str]()
     reason = "a rollback has set it aside: it goes with the first step of the run"
     if ledger.unknown:
@@ -422,7 +424,7 @@ def _beside(
         with contextlib.suppress(OSError):
             if folders.is_earlier_run(root / name):
                 told = name, not all_runs, "it holds an earlier run"
-                # Such as `backup_5`, which a new run has taken along.
+                # A new run may have taken along a copy, such as `backup_5`.
                 if not names.are_all_alike(layout.step_directories(root / name)):
                     told = name, True, "not all steps in it are called alike"
         fates.append(_aside(root, "earlier run", *told))

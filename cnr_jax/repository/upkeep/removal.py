@@ -1,8 +1,8 @@
-"""Removing directories of a root so that no crash leaves half of one that looks like a step.
+"""Removal of directories of a root, such that no crash leaves half of one that looks like a step.
 
 A directory is renamed to a name that no reader lists, the root is synced, and only then are its
-files deleted. What a crash leaves of it is deleted later, as is what else lies in a root beside
-whole steps: left by earlier runs, or by failed saves of this one.
+files deleted. A later save deletes what a crash leaves of it. It also clears what else earlier
+runs, or failed saves of this one, have left beside whole steps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _log = logger(__name__)
 
 
 class Remover:
-    """Removes directories below one root, in a store that can rename them.
+    """Remover of directories below one root, in a store that can rename them.
 
     Args:
-        root: holds the step directories.
+        root: root that holds the step directories.
 
     Attributes:
-        threads: how many delete files at a time.
+        threads: number of threads that delete files at the same time.
     """
 
     def __init__(self, root: store.AnyPath) -> None:
@@ -40,17 +40,17 @@ class Remover:
         self._purger = _Purger(self.purge)
 
     def remove(self, directory: str, *, background: bool = True) -> None:
-        """Removes a directory: it is gone for every reader when this returns.
+        """Removes a directory, which is gone for every reader when this returns.
 
-        Of a link only the link goes: what it leads to may belong to somebody else.
+        If it is a link, only the link goes: what it leads to may belong to somebody else.
 
         Args:
-            directory: its name.
-            background: delete its files in another thread; `close` waits for it.
+            directory: name of the directory.
+            background: whether to delete its files in another thread; `close` waits for that.
 
         Raises:
-            OSError: if it cannot be renamed; then it is there as before. That files of it
-                cannot be deleted is logged; the next start tries again.
+            OSError: if the directory cannot be renamed; it is then there as before. If files of it
+                cannot be deleted, that is only logged, and the next manager tries again.
         """
         renamed = self.set_aside(directory)
         if background:
@@ -59,10 +59,10 @@ class Remover:
             self.purge(renamed)
 
     def keep(self, directory: str, folder: str) -> None:
-        """Moves a directory to a folder of the root, where it is no step any more, durably.
+        """Moves a directory durably to a folder of the root, where it is no longer a step.
 
         Raises:
-            OSError: as `remove`.
+            OSError: as for `remove`.
         """
         if not store.exists(self._root / folder):
             self._store.make_folder(self._root / folder)
@@ -75,11 +75,11 @@ class Remover:
     def discard(self, directory: str) -> None:
         """Removes a directory that no reader lists, so that its name is free.
 
-        Nothing is synced, which may be what fails: after a power cut the rest of it may have
-        its old name again, and is a leftover as before.
+        Nothing is synced, since syncing may be what failed. After a power cut the rest of the
+        directory may have its old name again, and is a leftover as before.
 
         Raises:
-            OSError: if it cannot be renamed; then it is there as before.
+            OSError: if the directory cannot be renamed; it is then there as before.
         """
         target = self._root / _removed(directory)
         self._store.move(self._root / directory, target)
@@ -90,10 +90,11 @@ class Remover:
         self._purger.put(self._root / name)
 
     def set_aside(self, directory: str) -> store.AnyPath:
-        """Renames a directory so that it is no step any more, durably; returns its new path.
+        """Renames a directory durably, so that it is no longer a step; returns its new path.
 
         Raises:
-            OSError: if it cannot be renamed, or that not be synced; then it is there as before.
+            OSError: if the directory cannot be renamed, or the new name cannot be synced. It is
+                then there as before.
         """
         target = self._root / _removed(directory)
         self._rename(directory, target)
@@ -107,7 +108,7 @@ class Remover:
                 store.sync_directory(target.parent)
             store.sync_directory(self._root)
         except OSError:
-            # Whole still: nothing is deleted before the new name is sure to last.
+            # The directory is still whole: nothing is deleted before the new name is durable.
             with contextlib.suppress(OSError):
                 self._store.move(target, source)
             raise
@@ -119,7 +120,7 @@ class Remover:
             )
 
     def purge(self, path: store.AnyPath) -> bool:
-        """Deletes what `set_aside` has renamed; returns whether all of it is gone."""
+        """Deletes a directory that `set_aside` has renamed; returns whether all of it is gone."""
         failed = self._store.remove_tree(path, self.threads)
         if failed:
             _log.error(
@@ -139,7 +140,7 @@ class Remover:
             _log.error("%s cannot be deleted: %s", name, error)
 
     def wait(self, timeout_secs: float) -> bool:
-        """Waits for what is being deleted in the background; returns whether that is over."""
+        """Waits for deletions in the background; returns whether all of them are over."""
         return self._purger.wait(timeout_secs)
 
     def close(self) -> None:
@@ -148,10 +149,10 @@ class Remover:
 
 
 def remove_in_place(step: store.AnyPath) -> None:
-    """Removes a step where folders cannot be renamed: it is none once what commits it is gone.
+    """Removes a step where folders cannot be renamed, starting with the file that commits it.
 
     Raises:
-        OSError: if something of it cannot be removed.
+        OSError: if a file of the step cannot be removed.
     """
     kept = store.store_of(step)
     kept.remove_file(step / names.ORBAX_COMMITTED)
@@ -160,11 +161,11 @@ def remove_in_place(step: store.AnyPath) -> None:
 
 
 def clear_removed(root: store.AnyPath, ledger: Ledger) -> None:
-    """Removes what is left of steps whose removal was cut short, where they are.
+    """Removes what is left of steps whose removal was cut short, without renaming anything.
 
     Args:
-        root: that is claimed, in a store that cannot rename folders.
-        ledger: of it.
+        root: root that is claimed, in a store that cannot rename folders.
+        ledger: ledger of the root.
     """
     try:
         known = ledger.all_directories()
@@ -185,29 +186,29 @@ def clear_removed(root: store.AnyPath, ledger: Ledger) -> None:
 
 
 def _removed(directory: str) -> str:
-    """A name for a removed directory that no other has."""
+    """A unique name for a removed directory."""
     return names.removed(directory, secrets.token_hex(8))
 
 
 class _Purger:
-    """A thread that deletes files, started when there are some.
+    """A thread that deletes directories, started when there are some.
 
-    What cannot be deleted, such as a folder that somebody still writes into, is tried again
-    when it is waited for, with the next ones, and at the end.
+    A directory that cannot be deleted, such as one that somebody still writes into, is tried again
+    with the next ones, by `wait`, and by `close`.
 
     Args:
-        purge: deletes a directory; returns whether all of it is gone.
+        purge: function that deletes a directory, and returns whether all of it is gone.
     """
 
     def __init__(self, purge: Callable[[store.AnyPath], bool]) -> None:
         self._purge = purge
-        # What is to be deleted beside what is left; None at the end.
+        # Directories to delete, in addition to those in `_left`; None ends the thread.
         self._queue: queue.SimpleQueue[list[store.AnyPath] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._left: list[store.AnyPath] = []
         self._pending = 0
-        # Locked itself, not through the condition: that would be left locked by an interrupt which
-        # comes where Python has just locked it.
+        # The lock is taken directly, not through the condition: an interrupt that comes right after
+        # Python has locked it would leave the condition locked.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
@@ -235,7 +236,7 @@ class _Purger:
                 self._changed.notify_all()
         todo.put(
             None
-        )  # for another thread, of whose start an interrupt kept us from knowing
+        )  # also ends a second thread, in case an interrupt kept us from noting the first
         self._try(self._left)
 
     def _try(self, paths: list[store.AnyPath]) -> None:
@@ -245,12 +246,16 @@ class _Purger:
         try:
             return self._purge(path)
         except Exception as error:
-            # Whatever it was: whoever waits for this thread must not wait in vain.
+            # Any error is caught, so that nobody waits in vain for a thread that has died.
             _log.error("%s is removed, but not deleted yet", path, exc_info=error)
             return False
 
     def wait(self, timeout_secs: float) -> bool:
-        """Whether all is tried that was put, and tried again, each in `timeout_secs`."""
+        """Waits until all directories were tried, and those that failed tried again.
+
+        Returns:
+            Whether that is so; each of the two may take `timeout_secs`.
+        """
         done = self._wait(timeout_secs)
         if done and self._left:
             self.put()
@@ -270,16 +275,16 @@ class _Purger:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Leftovers:
-    """Names of directories right below a root.
+    """Names of leftovers right below a root: all are directories but `claims`.
 
     Attributes:
-        temporary: of saves that are being written, or that were killed.
+        temporary: folders of saves that are being written, or that were killed.
         removed: removed steps that have left files.
-        abandoned: steps that rollbacks have moved out of the way.
+        abandoned: steps that rollbacks have set aside or left behind.
         earlier: roots that hold the steps of earlier runs.
         orphans: deltas without their parent; they cannot be restored.
         unreadable: steps without a readable manifest; they cannot be restored.
-        claims: files, of claims and other files that were being replaced.
+        claims: temporary files with which the claim and other files were being replaced.
     """
 
     temporary: tuple[str, ...] = ()
@@ -302,7 +307,7 @@ _MEANINGS = {
 
 
 def find_leftovers(root: store.AnyPath, ledger: Ledger) -> Leftovers:
-    """Looks through a root whose ledger has been read."""
+    """Finds what is left over in a root, given its ledger."""
     if not store.exists(root):
         return Leftovers()
     held, replacing = (
@@ -322,7 +327,7 @@ def find_leftovers(root: store.AnyPath, ledger: Ledger) -> Leftovers:
 
 
 def report(root: store.AnyPath, leftovers: Leftovers) -> None:
-    """Logs one line for each kind that there is something of."""
+    """Logs one line for each kind of leftovers that the root holds."""
     for kind, meaning in _MEANINGS.items():
         found: tuple[str, ...] = getattr(leftovers, kind)
         if found:
@@ -333,12 +338,12 @@ def report(root: store.AnyPath, leftovers: Leftovers) -> None:
 
 
 def clear(remover: Remover, leftovers: Leftovers, temporary: Iterable[str]) -> None:
-    """Deletes what is of no use any more; what cannot be deleted is logged and stays.
+    """Deletes leftovers that are of no use; those that cannot be deleted are logged and stay.
 
     Args:
-        remover: of the root, which must be claimed.
-        leftovers: as they were found.
-        temporary: those of the temporary directories that nobody is writing.
+        remover: remover of the root, which must be claimed.
+        leftovers: what `find_leftovers` has found.
+        temporary: those of the temporary directories into which nobody is writing.
     """
     for name in leftovers.removed:
         remover.purge_later(name)

@@ -1,8 +1,8 @@
-"""Whether a store keeps the conditions that puts are made under: tried, as some take any put.
+"""Trial of whether a store keeps the conditions of puts; some services accept any put.
 
 Claims, attempts and commits rest on these conditions. `rclone serve s3` and some gateways answer as
-if they kept them, so nothing but trying shows it. Nothing is noted: a root may be moved to another
-service, with all that it says of itself.
+if they kept them, so only a trial shows it. The result is not noted in the root, because a root may
+be copied to another service with all its notes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cnr_jax.repository.store import AnyPath, can, store_of
 
 
 def check_conditions(root: AnyPath) -> None:
-    """Checks that a put is refused whose condition does not hold, by an object of its own.
+    """Checks, with an object of its own, that the store refuses puts whose condition fails.
 
     Raises:
-        OptionError: if it is not.
+        OptionError: if the store takes such a put.
         OSError: if the store fails.
     """
     if not can(root).conditions:
@@ -36,13 +36,14 @@ def check_conditions(root: AnyPath) -> None:
         if not _is_refused(probe, first):
             raise _ignored(root, "on the condition that an older one is still there")
     finally:
-        # Who may not delete saves all the same: it stays, as what a killed claim has left does.
+        # A program that may not delete can save all the same. The object then stays, like that of a
+        # killed claim.
         with contextlib.suppress(PermissionError):
             store.remove_file(probe)
 
 
 def _text() -> bytes:
-    """What no other put holds: one whose answer is lost is known by it."""
+    """Text that no other put holds, by which a put whose answer was lost is recognized."""
     return secrets.token_hex(16).encode()
 
 

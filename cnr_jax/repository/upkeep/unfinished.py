@@ -1,4 +1,4 @@
-"""Folders of failed saves: out of the way before their names are used again."""
+"""Folders of failed saves, which are removed before their names are used again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cnr_jax.repository.upkeep.removal import Remover
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# How long a save waits for the room that failed ones have taken.
+# How long a save waits until the files of failed saves are deleted and their room is free.
 ROOM_SECS = 10.0
 
 
@@ -19,42 +19,41 @@ class Unfinished:
     """Folders of failed saves in one root, whose names the next saves use again.
 
     Args:
-        root: holds the step directories.
-        remover: renames them, and deletes them in the background. None, as in storage
-            services: they are deleted where they are, by whoever calls `clear`.
+        root: root that holds the step directories.
+        remover: remover that renames the folders, and deletes them in the background. None, as in
+            storage services: the caller of `clear` deletes them where they are.
     """
 
     def __init__(self, root: AnyPath, remover: Remover | None) -> None:
         self._root, self._remover = root, remover
-        # By name, whether it was out of the way when `clear` looked last.
+        # For each name, whether the folder was gone when `clear` looked last.
         self._gone: dict[str, bool] = {}
         self._waits = False
         self._clearing = threading.Lock()
 
     @property
     def any(self) -> bool:
-        """Whether there may be some."""
+        """Whether there may be such folders."""
         return bool(self._gone)
 
     def add(self, folder: str) -> None:
-        """Notes a folder that a save was written into which is not committed."""
+        """Notes a folder into which a save was written that is not committed."""
         self._gone[folder] = False
 
     def forget(self, directory: str | None = None) -> None:
-        """A folder of the same name may be another save's: of this step, or of any."""
+        """Forgets the folder of a step, or all: another save may now write under that name."""
         if directory is None:
             self._gone.clear()
         else:
             self._gone.pop(directory + names.TEMPORARY_SUFFIX, None)
 
     def clear(self) -> None:
-        """Takes out of the way what is there; what cannot be is tried again next time.
+        """Removes the noted folders; what cannot be removed is tried again next time.
 
-        What has gone is looked for once more, before the next save: a plain manager of Orbax ends
-        a save at its first error, while others of its threads may still be writing, and make
-        folders anew.
+        The next call looks for a removed folder once more: a plain manager of Orbax ends a save at
+        its first error, while others of its threads may still be writing, and make the folder anew.
 
-        Nobody may be writing a save. What is not part of the state may still be written.
+        Call it only while nobody writes a save. Items other than the state may still be written.
         """
         with self._clearing:
             for name, was_gone in list(self._gone.items()):
@@ -65,14 +64,14 @@ class Unfinished:
                     self._gone[name] = is_gone
 
     def wait_for_room(self) -> None:
-        """Waits until what was taken out of the way is deleted: a save may need the room."""
+        """Waits until the removed folders are deleted, as a save may need the room."""
         if self._waits and self._remover is not None:
             if not self._remover.wait(ROOM_SECS):
                 _log.warning("files of a failed save are still being deleted")
         self._waits = False
 
     def _remove(self, name: str) -> bool:
-        """Whether a folder is out of the way."""
+        """Removes a folder, if it is there; returns whether its name is free now."""
         path = self._root / name
         try:
             if not exists(path):

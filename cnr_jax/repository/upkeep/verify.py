@@ -1,7 +1,7 @@
-"""Finds everything that is wrong in a root, without a device and without changing anything.
+"""Check of a root: lists everything that is wrong, without a device and without any change.
 
-`"structure"` checks what manifests, names and sizes tell. `"data"` also reads every byte. Nothing
-stops the search: each problem is listed, with the steps that it makes unrestorable.
+`"structure"` checks manifests, names and sizes. `"data"` also reads every byte. No problem stops
+the search: each one is listed, with the steps that it makes unrestorable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from cnr_jax.repository.upkeep.aside import check_is_here
 from cnr_jax.repository.upkeep.verify_item import Finding, inspect_item
 from cnr_jax.texts import visible
 
-# How often what has changed meanwhile is looked at again: a run saves seldom.
+# How often steps that have changed meanwhile are looked at again. A run saves so seldom that few
+# rounds are enough.
 _LOOKS = 5
 Level = Literal["structure", "data"]
 
@@ -59,7 +60,7 @@ class Problem:
         where = "/".join(part for part in (self.directory, self.file) if part)
         harm = ", ".join(self.consequence)
         line = self.message.partition("\n")[0]
-        # Errors mostly begin with the file, below the root or from wherever that is.
+        # Most errors begin with the path of the file, below the root or with the root before it.
         at = line.find(where) if self.file else -1
         is_named = at == 0 or (at > 0 and line[at - 1] == "/")
         text = f"{line[at:] if is_named else f'{where}: {line}'} ({self.kind})"
@@ -122,7 +123,7 @@ def _problems(
     item: str | None,
     on_step: Callable[[int, int], None] | None,
 ) -> tuple[Problem, ...]:
-    """Everything that is wrong in a root; see `verify`."""
+    """Problems of a root; see `verify`."""
     layout.check_can_be_read(path, item)
     check_is_here(path)
     held, cut = sorted_out(path, layout.step_directories(path))
@@ -146,7 +147,7 @@ def _problems(
     steps = {name: items for name, items in steps.items() if name not in left}
     known = [name for name, items in steps.items() if items] or ["0"]
     for name, items in steps.items():
-        # Folders of others may end in a number too: steps of a root are named alike.
+        # Folders of other programs may end in a number too. Steps of a root are named alike.
         if items:
             found += _unknown(path, name, items)
         else:
@@ -156,7 +157,7 @@ def _problems(
                 continue
             found.append(_without_item(name, folder))
         found += _of_orbax(path, name)
-    # A run may be saving there: what has gone meanwhile has no problem.
+    # A run may be saving there. Folders that it has removed meanwhile are no problem.
     return tuple(
         dataclasses.replace(each, root=os.fspath(path))
         for each in sorted(found)
@@ -165,7 +166,7 @@ def _problems(
 
 
 def _without_item(step: str, folder: folders.Folder) -> Problem:
-    """A step directory in which nothing is of this library."""
+    """Problem of a step directory that holds nothing of this library."""
     if folder.kind == "orbax":
         message = "a step of plain Orbax: what it holds is not looked at here"
         return Problem(step, "", "orbax", (), message)
@@ -174,7 +175,7 @@ def _without_item(step: str, folder: folders.Folder) -> Problem:
 
 
 def _of_orbax(root: store.AnyPath, step: str) -> Iterator[Problem]:
-    """What is wrong with the files in which Orbax describes a step; they hold no values."""
+    """Problems of the file in which Orbax describes a step; it holds no values."""
     file = names.ORBAX_METADATA
     path = root / step / file
     try:
@@ -191,7 +192,7 @@ def _of_orbax(root: store.AnyPath, step: str) -> Iterator[Problem]:
 
 
 def _unknown(root: store.AnyPath, step: str, items: Sequence[str]) -> Iterator[Problem]:
-    """Files of a step beside its items, and folders that are none of these, as far as is known."""
+    """Problems of files beside the items of a step, and of folders known to be no items."""
     held = folders.items_of_orbax(root / step)
     for name in store.names_in(root / step):
         if name in (*names.OF_STEP, *held, *items):
@@ -205,12 +206,12 @@ def _unknown(root: store.AnyPath, step: str, items: Sequence[str]) -> Iterator[P
 def _beside(
     root: store.AnyPath, cut: tuple[str, ...], left: Iterable[str]
 ) -> Iterator[Problem]:
-    """Notes on what lies beside the steps.
+    """Harmless problems: folders that lie in a root beside its steps.
 
     Args:
-        root: that is looked at.
-        cut: what is called like a step, and is unfinished.
-        left: what is called like one, and was left behind.
+        root: root that is looked at.
+        cut: folders with names of steps that are unfinished.
+        left: folders with names of steps that a rollback left behind.
     """
     meanings = {
         "removed": "a removed step that has left files",
@@ -226,7 +227,7 @@ def _beside(
 
 
 class _Item:
-    """One item of all steps."""
+    """Check of one item in all steps of a root."""
 
     def __init__(self, root: store.AnyPath, item: str, level: Level) -> None:
         self._root, self._item, self._level = root, item, level
@@ -235,7 +236,7 @@ class _Item:
     def problems(
         self, steps: dict[str, list[str]], looked: Callable[[], None]
     ) -> Iterator[Problem]:
-        """Everything that is wrong with this item; `looked` is called after each step."""
+        """Problems of this item; calls `looked` after each step."""
         found: dict[str, list[Finding]] = {}
         for step in (name for name, items in steps.items() if self._item in items):
             found[step] = self._look(step)
@@ -249,13 +250,13 @@ class _Item:
 
     @property
     def left(self) -> set[str]:
-        """What rollbacks have left behind, though it is called like a step."""
+        """Folders with names of steps that rollbacks have left behind."""
         return {*self._index.left}
 
     def _catch_up(self, found: dict[str, list[Finding]]) -> None:
-        """Looks again at what was removed, saved or replaced while other steps were looked at."""
+        """Looks again at steps that were removed, saved or replaced while it looked at others."""
         for _ in range(_LOOKS):
-            # Until no more is found to be gone: a parent goes after its children.
+            # Until no more steps are found to be gone, since a parent goes after its children.
             while gone := [
                 step for step in found if not store.is_directory(self._root / step)
             ]:
@@ -275,18 +276,18 @@ class _Item:
                 return
 
     def _is_stale(self, step: str) -> bool:
-        """Whether a step or its parent is another by now than those that were compared."""
+        """Whether a step or its parent is by now another checkpoint than the one compared."""
         entry = self._index.entries[step]
         assert entry.parent is not None
         known = self._index.entries.get(entry.parent.directory)
-        # In this order: a step goes before what it rests on.
+        # The parent is looked at first, since a step is removed before its parent.
         now = self._uuid(entry.parent.directory)
         if self._uuid(step) != entry.uuid:
             return True
         return now != (known.uuid if known else None)
 
     def _look(self, step: str) -> list[Finding]:
-        """Looks at one step; again if it was replaced meanwhile."""
+        """Looks at one step, and again if it was replaced meanwhile."""
         findings: list[Finding] = []
         for _ in range(3):
             where = self._root / step / self._item
@@ -309,7 +310,7 @@ class _Item:
         flaw = self._index.flaw(entry) if entry is not None else None
         if flaw is not None:
             if flaw.kind == "not_readable":
-                return []  # which is said there
+                return []  # the finding about the unreadable manifest says so
             text = f"{flaw.text}{self._told_uuids(step, flaw)}"
             return [Finding(names.MANIFEST, flaw.kind, text, "chain")]
         above = self._index.chain(entry)[1:2] if entry is not None else []
@@ -322,7 +323,7 @@ class _Item:
         return [Finding(names.MANIFEST, "generation", text, "none")]
 
     def _told_uuids(self, step: str, flaw: Flaw) -> str:
-        """Which checkpoint is in the place of a parent, where it is another one."""
+        """Text that says which checkpoint is in the place of a parent, if it is another one."""
         parent = self._index.entries[step].parent
         if flaw.kind != "foreign_parent" or parent is None:
             return ""

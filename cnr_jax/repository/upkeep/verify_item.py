@@ -1,6 +1,6 @@
-"""Everything that is wrong with one item of one step: its files, and what they hold.
+"""Check of one item of one step: its files, and what they hold.
 
-Parents are looked at elsewhere: see `verify`.
+`verify` checks the parents.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cnr_jax.format.tiles import (
 from cnr_jax.repository.step import check_dense, files_of, read_process
 from cnr_jax.repository.store import AnyPath, checked, names_in
 
-# What decodes takes TensorStore and jax, and is imported where it is needed: to read manifests,
-# and to know what a root holds, takes neither.
+# Modules that decode rows need TensorStore and jax, so they are imported in functions: to read
+# manifests, and to know what a root holds, takes neither.
 if TYPE_CHECKING:
     from cnr_jax.repository.store.arrays import ArrayReader
 
@@ -37,24 +37,24 @@ Reach = Literal["none", "step", "chain"]
 
 # Files that are read at the same time: enough to keep a disk busy while others are checked.
 _AT_ONCE = 8
-# Problems of an array that are listed: a manifest of some megabytes can name more chunks that are
-# not there than anybody would read of. In so many portions are its chunks looked at.
+# Most problems of an array that are listed: a manifest of some megabytes can name more missing
+# chunks than anybody would read about. The chunks of an array are checked in so many portions.
 _LISTED = 32
 _PORTIONS = 1024
-# What Orbax puts into an item beside what its handler wrote.
+# Files that Orbax puts into an item beside those of the item's handler.
 _BY_ORBAX = {names.ORBAX_COMMITTED}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong with an item.
+    """Finding: something that is wrong with an item.
 
     Attributes:
-        file: below the item.
-        kind: stable identifier.
-        message: for people.
-        harms: what cannot be restored because of it: nothing, the step alone, or also
-            everything that rests on it.
+        file: path of the file below the item.
+        kind: stable identifier of the trouble, as in `Problem`.
+        message: text for people that says what is wrong.
+        harms: what cannot be restored because of it: nothing, the step alone, or also everything
+            that rests on the step.
     """
 
     file: str
@@ -66,7 +66,7 @@ class Finding:
     def of(
         cls, error: Exception, file: str, item: AnyPath, harms: Reach = "chain"
     ) -> Finding:
-        """An error that was met in `file`, or in another one that it names."""
+        """Makes a finding of an error that was met in `file`, or in a file that the error names."""
         kind, path = "not_readable", None
         if isinstance(error, errors.CnrError):
             kind, path = error.kind, error.path
@@ -76,18 +76,18 @@ class Finding:
         return cls(file, kind, str(error), harms)
 
 
-# A file, what cannot be restored if it is damaged, and a function that raises if it is; that may
-# also return what else it has found.
+# A file, what cannot be restored if it is damaged, and a function that raises if it is. The
+# function may also return other findings.
 Check = tuple[str, Reach, Callable[[], list[Finding] | None]]
 
 
 def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Finding]:
-    """Everything that is wrong with an item whose manifest is intact.
+    """Findings about an item whose manifest is intact.
 
     Args:
-        item: its directory.
-        manifest: of it.
-        data: whether every byte is read.
+        item: directory of the item.
+        manifest: manifest of the item.
+        data: whether to read every byte.
     """
     found: list[Finding] = []
     processes: list[ProcessManifest] = []
@@ -125,7 +125,7 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
 
 
 def _leaves_in(manifest: Manifest, process: ProcessManifest, chunk: int) -> str:
-    """Which dense leaves a chunk of a process holds, to be told of it."""
+    """Text that says which dense leaves a chunk of a process holds; for the message."""
     assert process.dense is not None
     size = process.dense.array.chunk
     held = [
@@ -142,11 +142,11 @@ def _leaves_in(manifest: Manifest, process: ProcessManifest, chunk: int) -> str:
 def _listed(
     found: Iterable[Finding], passed: Iterable[tuple[str, int]]
 ) -> list[Finding]:
-    """The first problems of each array, and one that says how many more there may be.
+    """The first findings of each array, and one more that counts those that are not listed.
 
     Args:
-        found: all.
-        passed: arrays, with how many chunks of them were not looked at.
+        found: all findings.
+        passed: arrays, each with the number of its chunks that were not looked at.
     """
     listed: list[Finding] = []
     unseen = Counter[str]()
@@ -183,10 +183,10 @@ def _findings(item: AnyPath, check: Check) -> list[Finding]:
 def _noted(
     found: list[Finding], item: AnyPath, file: str, harms: Reach = "chain"
 ) -> Iterator[None]:
-    """Notes what is raised, and goes on."""
+    """Adds a finding for an error that is raised, and goes on."""
     try:
         yield
-    # ValueError: TensorStore's, for storage that does not give a file out.
+    # TensorStore raises ValueError if storage does not let a file be read.
     except (errors.CnrError, OSError, ValueError) as error:
         found.append(Finding.of(error, file, item, harms))
 
@@ -205,7 +205,7 @@ def _array_checks(
         bytes=entry.metadata_bytes,
         sha256=entry.metadata_sha256,
     )
-    # It is for other programs: a restore goes by the manifest.
+    # Only other programs read `zarr.json`: a restore goes by the manifest.
     yield metadata.path, "none", partial(checked.check_file, item, metadata)
     readers: list[ArrayReader] = []
     chunks = range(len(entry.crc32c))
@@ -238,7 +238,7 @@ def _check_chunks(
     harms: Reach,
     holds: Callable[[int], str],
 ) -> list[Finding]:
-    """What is wrong with some chunks of an array, as far as that is listed."""
+    """Findings about some chunks of an array, up to the number that is listed."""
     found: list[Finding] = []
     for done, chunk in enumerate(chunks):
         if len(found) > _LISTED:
@@ -278,10 +278,10 @@ def _check_dense(item: AnyPath, digest: FileDigest, data: bool) -> None:
 def _check_unnamed(
     item: AnyPath, manifest: Manifest, processes: Sequence[ProcessManifest]
 ) -> list[Finding]:
-    """Files that no manifest names."""
+    """Findings about files that no manifest names."""
     found: list[Finding] = []
     never_read = "is not of this checkpoint; it is never read"
-    # Of a process whose manifest cannot be read nobody knows what its files are.
+    # If the manifest of a process cannot be read, nobody knows which files are of that process.
     known = {process.process for process in processes}
     unknown = set(range(len(manifest.processes))) - known
     hidden = {names.dense_array(process) for process in unknown}
@@ -293,7 +293,7 @@ def _check_unnamed(
             for file in harmful
         ]
         for file in checked.unnamed_files(item, names.DENSE, named):
-            # Also what lies in a folder in the place of such a file.
+            # A folder may be in the place of such a file: files in it are skipped too.
             if not any(
                 f"{file}/".startswith(f"{each}/") for each in (*harmful, *hidden)
             ):
@@ -310,7 +310,7 @@ def _check_unnamed(
 def _check_tiles(
     item: AnyPath, manifest: Manifest, process: ProcessManifest, data: bool
 ) -> list[Finding]:
-    """Whether codecs are known, rows lie within their arrays, and row ids can be read."""
+    """Checks that codecs are known, rows lie within their arrays, and row ids can be read."""
     found: list[Finding] = []
     file = names.process_manifest(process.process)
     dtypes = {
@@ -378,6 +378,6 @@ def _check_row_ids(
 ) -> None:
     ids = process.row_ids[index]
     if (ids.form, ids.count, ids.bytes) == ("all", rows, 0):
-        return  # nothing to decode, and nothing stored bounds how many they are
+        return  # there is nothing to decode, and no stored data that bounds the number of rows
     data = reader.read(ids.offset, ids.offset + ids.bytes)
     rowids.decode_rowids(ids.form, data, rows, ids.count)

@@ -1,4 +1,4 @@
-"""The writer of a root: what keeps a crash or a second writer from harming it."""
+"""The writer of a root, which keeps a crash or a second program from harming the root."""
 
 from __future__ import annotations
 
@@ -45,45 +45,44 @@ from cnr_jax.repository.upkeep.unfinished import Unfinished
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# How long a manager that takes a root over waits for the one before it to notice.
+# How long a manager that takes a root over waits for the manager before it to notice.
 HAND_OVER_SECS = 60.0
-# Who holds the lock for a save that is being planned, and has not begun.
+# Stands in `_writing` for a save that is being planned, and has no uuid yet.
 _PLANNED = "planned"
 
 
 class RootWriter:
-    """The writer of one item of one root, always the same from the first save on.
+    """Writer of one item of one root, which stay the same once they are set.
 
-    Until then, or until a manager or a restore says which, there is none. Each process of a run
-    has a writer, and all know the same steps, but that of the first process alone touches the
-    root: only there `refreshed`, `claim` and `move_aside` are called, and what ends a save does
-    nothing on other processes.
+    A manager, a restore or the first save sets them. Each process of a run has a writer, and all know the
+    same steps. Only that of the first process touches the root: only there `refreshed`, `claim` and
+    `move_aside` are called, and the methods that end a save do nothing on other processes.
 
-    A save goes `claim` (nothing is decided yet), maybe `move_aside`, `begin_writing`, `check_claim`
-    (right before the commit), then `committed` or `undo`, and `end_writing`. Several may be written
-    at once, but none beside one that has moved something aside.
+    A save calls `claim` (before anything is decided), `move_aside` if needed, `begin_writing`,
+    `check_claim` (right before the commit), `committed` or `undo`, and `end_writing`. Several saves
+    may be written at once, but none beside one that has moved steps aside.
 
     Args:
-        is_first: whether this is the first process; asked once the item is known.
+        is_first: function that says whether this is the first process; called with the item known.
         adopts: whether steps of plain Orbax count.
-        single: whether it is not tried that two writers are told apart, as there is one.
+        single: whether to skip the trial of the store's conditions, see `Options.single_writer`.
 
     Attributes:
-        adopts: the same.
-        root: of the manager, which may hold nothing yet; None: that of the first save or
-            restore.
-        is_step: tells names of step directories from others; None: all that end in a digit.
-        remover: deletes what is not needed in the root; None as long as there is no root, and
-            in storage services, where directories cannot be renamed at once.
+        adopts: whether steps of plain Orbax count.
+        root: root of the manager, which may hold nothing yet; None: the first save or restore
+            sets it.
+        is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
+        remover: remover of what the root no longer needs. None as long as there is no root, and in
+            storage services, where a directory cannot be renamed at once.
         place: the root and the item, without a step.
-        ledger: what the root holds.
-        writes: whether this is the process that touches the root, once it is known which.
-        changed: whether steps may have come, or gone, that the other processes do not know.
+        ledger: ledger of the root.
+        writes: whether this process touches the root, once the item is known.
+        changed: whether steps may have come or gone that the other processes do not know of.
         noted: whether steps of the root may be noted as suspect.
-        gaps: what was found missing of the checkpoints that saves rest on.
-        looking: held while the ledger, or what is known for the catalogue and of what is to be
-            tidied up, is asked in the background or changes: saves are planned in one thread, and
-            end in others. Not while storage removes steps.
+        gaps: files found missing of the checkpoints that saves rest on.
+        looking: lock that is held while the ledger, the notes for the catalogue or `_tidy` are read
+            in the background or change: saves are planned in one thread, and end in others. Not
+            held while storage removes steps.
     """
 
     # Made together with the place; nothing is claimed or locked before `claim`.
@@ -106,29 +105,29 @@ class RootWriter:
         self.ledger: Ledger | None = None
         self.gaps = Gaps()
         self.looking = threading.RLock()
-        # Saves for which others are kept from writing, by uuid.
+        # Uuids of the saves for which the lock is held.
         self._writing = set[str]()
         self._holding = threading.Lock()
         self.writes, self.changed, self.noted = False, False, True
         self._tidy = False
-        # Whether a save may be prepared: nothing is locked or moved aside before.
+        # Whether `claim` was called: before, nothing is locked or moved aside.
         self._has_claimed = False
-        # Whether steps may be there, or gone, that the ledger does not know to be.
+        # Whether steps may have come or gone without the ledger knowing it.
         self._doubtful = False
         self._before: Writer | None = None
-        # Steps that this manager has committed, and what is told of them; those that the catalogue
-        # of this epoch has named; those that are gone, or were to be.
+        # By directory, steps that this manager has committed, with their notes for the catalogue;
+        # steps that the catalogue of this epoch has named; steps that are gone, or were to go.
         self._own: dict[str, tuple[Entry, catalogue.Noted | None]] = {}
         self._named: frozenset[str] = frozenset()
         self._removed: set[str] = set()
 
     def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
-        """Saves go to this root, if there are any; to which item is said later."""
+        """Sets the root that saves go to; `serve` sets the item later."""
         self.remover = Remover(root) if can(root).renames else None
         self.root, self.is_step = root, is_step
 
     def open(self, root: AnyPath, item: str) -> Ledger:
-        """Reads what the root holds; later calls return the same ledger.
+        """Reads the ledger of the root; later calls return the same ledger.
 
         Raises:
             OptionError: if saves go to another root or item already.
@@ -148,13 +147,13 @@ class RootWriter:
         return self.ledger
 
     def serve(self, root: AnyPath, item: str, ledger: Ledger) -> None:
-        """Saves go to this item of this root from now on."""
+        """Sets the item and the root that saves go to from now on."""
         if self.root is None:
             self.bind(root)
         self._claim, self._lock = Claim(root), WritingLock(root)
         self._unfinished = Unfinished(root, self.remover)
         self.writes = self._is_first()
-        # Last: it says that all is there.
+        # Set last: a `place` tells callers that all the rest is there.
         self.place, self.ledger = Place(root=root, directory="", item=item), ledger
 
     def is_at(self, root: AnyPath, item: str) -> bool:
@@ -163,13 +162,13 @@ class RootWriter:
         return own is not None and (str(own.root), own.item) == (str(root), item)
 
     def ledger_to_be(self, place: Place) -> Ledger | None:
-        """The ledger of a restored place, if saves are to go there but none has come yet."""
+        """Reads the ledger of a restored place, if saves are to go there but none has come yet."""
         if self.place is None and self.root in (None, place.root):
             return self.load(place.root, place.item)
         return None
 
     def load(self, root: AnyPath, item: str) -> Ledger:
-        """What a root holds, read anew: of this writer's, or of another one with such steps."""
+        """Reads the ledger of a root anew: this writer's, or another with steps named alike."""
         return Ledger.load(root, item, self.is_step, adopts=self.adopts)
 
     def _known(self) -> tuple[AnyPath, str, Ledger]:
@@ -178,11 +177,11 @@ class RootWriter:
         return self.place.root, self.place.item, self.ledger
 
     def know(self, directories: Sequence[str], gaps: Sequence[tuple[str, str]]) -> None:
-        """Holds the same steps as the first process, whoever brought them to the root.
+        """Makes the ledger hold the same steps as that of the first process.
 
         Args:
-            directories: of the steps.
-            gaps: what it found missing of them.
+            directories: names of the step directories.
+            gaps: what the first process found missing of them, from `note_gaps`.
         """
         root, item, ledger = self._known()
         ledger.match(root, item, directories)
@@ -190,13 +189,13 @@ class RootWriter:
             ledger.note_damage(path, text)
 
     def note_gaps(self) -> tuple[tuple[str, str], ...]:
-        """Notes what checkpoints were found to lack since, so that no save rests on these.
+        """Notes the files that checkpoints were found to lack, so that no save rests on these.
 
         Returns:
-            What other processes have to know of it, as `know` takes it.
+            What other processes have to know, as `know` takes it: paths of files, and texts.
         """
         *_, ledger = self._known()
-        # Retention, which knows what is taken, knows what it is then.
+        # Under the lock, so that the ledger knows each gap that retention sees to be taken.
         with self.looking:
             found = tuple((gap.path, gap.text) for gap in self.gaps.take())
             for path, text in found:
@@ -204,7 +203,7 @@ class RootWriter:
         return found
 
     def refreshed(self) -> Ledger:
-        """The ledger as the root now is, without claiming it.
+        """The ledger, read again as the root now is, without claiming the root.
 
         Raises:
             OSError: if the root cannot be read.
@@ -218,10 +217,10 @@ class RootWriter:
         """Claims the root for a save, so that this manager alone writes there.
 
         Args:
-            own: step directory of a save that is being made already: no leftover.
+            own: step directory of a save that is already being made, so that it is no leftover.
 
         Returns:
-            The ledger, which is what is there.
+            The ledger, brought up to date.
 
         Raises:
             WriterError: if another manager has taken over, or is still writing.
@@ -235,7 +234,7 @@ class RootWriter:
             if not self._single:
                 check_conditions(root)
             self._before = self._claim.take()
-            # What the root holds may have been read before another one saved there last.
+            # The ledger may have been read before another manager saved there last.
             self._doubtful = True
             with self.looking:
                 self._tidy, self._named = False, frozenset()
@@ -245,7 +244,7 @@ class RootWriter:
             self._writing.add(_PLANNED)
         try:
             if not self._lock.acquire(0):
-                # Whoever holds it may have taken over, and is not waited for then.
+                # If the manager that holds the lock has taken the root over, waiting is of no use.
                 self._claim.check()
             if not self._lock.acquire(HAND_OVER_SECS):
                 raise errors.WriterError(
@@ -255,7 +254,7 @@ class RootWriter:
                     f"  hint: {other_writer(self._before)}; then save again",
                     kind="writer_busy",
                 )
-            # Else whoever prepares the folder of the save asks that, while training goes on.
+            # Otherwise `Committer.prepare` checks the claim later, while training goes on.
             if not can(root).conditions or self._doubtful or self._unfinished.any:
                 self._claim.check()
         except BaseException:
@@ -290,25 +289,25 @@ class RootWriter:
         self._claim.stand_in(other, alone=alone)
 
     def _refresh(self) -> bool:
-        """Looks at the root before each save where that is cheap; else only in doubt."""
+        """Refreshes the ledger where that is cheap, or in doubt; returns whether it changed."""
         root, item, ledger = self._known()
         if not self._doubtful and not can(root).cheap_looks:
             return False
         changed = ledger.refresh(root, item)
         before = self._before.epoch if self._before is not None else ""
         if before and ledger.epoch != before:
-            # What it held may have been on its way out: folders alone do not tell.
+            # Steps that the ledger knows may be half removed by now: folders alone do not tell.
             changed |= ledger.look_again(root, item, before)
         self._doubtful = False
         return changed
 
     def _tidy_up(self, own: str | None) -> None:
-        """Deletes what kills have left."""
+        """Deletes what killed programs have left."""
         root, _, ledger = self._known()
         if self.remover is None:
             self._show_newest()
             return
-        # Without locks, one that is not known to have ended may still be writing.
+        # Without locks, a manager that is not known to have ended may still be writing.
         before = self._before
         alone = before is not None and (self._lock.is_proof or before.is_dead)
         found = find_leftovers(root, ledger)
@@ -316,7 +315,7 @@ class RootWriter:
         clear(self.remover, found, temporary)
 
     def _show_newest(self) -> None:
-        """Does what `show` does for steps at whose ends that could not be done: the newest ones."""
+        """Does what `show` does for the newest steps, if that failed when they were committed."""
         root, _, ledger = self._known()
         for entry in reversed(ledger.committed()):
             if markers.is_shown(root / entry.directory):
@@ -324,11 +323,11 @@ class RootWriter:
             markers.show_alone(root, entry.directory, [*ledger.left])
 
     def show(self, directory: str, left: Collection[str] = ()) -> None:
-        """Has plain Orbax list a step that was just committed, now or before the next save.
+        """Makes plain Orbax list a step that was just committed, now or before the next save.
 
         Args:
-            directory: of the step.
-            left: steps that it leaves behind, which are listed no more.
+            directory: name of the step directory.
+            left: names of steps that it leaves behind, which Orbax is to list no more.
         """
         root = self.root
         if root is None or can(root).renames:
@@ -345,7 +344,7 @@ class RootWriter:
             )
 
     def move_aside(self, plan: SavePlan) -> None:
-        """Makes room for a save, until it is committed or undone."""
+        """Moves steps out of the way of a save, until it is committed or undone."""
         moves = plan.abandoned and not plan.leaves_behind
         if moves or plan.directory in self._named:
             self._end_catalogue(plan.directory, *(plan.abandoned if moves else ()))
@@ -368,12 +367,12 @@ class RootWriter:
             item=item,
             moved=names_aside(root, entries, plan.earlier),
         )
-        # First: whoever comes after a kill is to know what to bring back.
+        # Noted first, so that the next manager knows after a kill what to bring back.
         self._claim.note_aside(aside)
         move_aside(root, aside, plan.earlier)
 
     def check_claim(self) -> None:
-        """Right before a commit or a removal.
+        """Checks, right before a commit or a removal, that the claim is this manager's.
 
         Raises:
             WriterError: if another manager has taken over the root.
@@ -382,20 +381,20 @@ class RootWriter:
             self._claim.check()
 
     def check_removal(self, directory: str) -> None:
-        """Right before a step is removed: `check_claim`, and no catalogue names it any more."""
+        """Before a step is removed: calls `check_claim`, and ends catalogues that name it."""
         self.check_claim()
         if self.writes:
             self._end_catalogue(directory)
 
     def _end_catalogue(self, *directories: str) -> None:
-        """Has no catalogue tell of steps that are about to go, or whose names are used again."""
+        """Ends catalogues that name steps that are about to go, or whose names are used again."""
         with self.looking:
             self._removed.update(directories)
-            # Another save may tell of more meanwhile, but not of these.
+            # Another save may add other steps to the catalogue meanwhile, but not these.
             named, self._named = self._named, frozenset()
         try:
             if not self._claim.is_taken:
-                # That of another manager, or of before a reload.
+                # The catalogue is of another manager, or was written before a reload.
                 root = self._known()[0]
                 if can(root).conditions:
                     store_of(root).remove_file(root / names.CATALOGUE)
@@ -407,7 +406,7 @@ class RootWriter:
             raise
 
     def note_own(self, entry: Entry, noted: catalogue.Noted | None = None) -> None:
-        """Notes a step that was committed, and what is told of it beside, if that is known."""
+        """Notes a step that was committed, and what the catalogue is to say of it, if known."""
         with self.looking:
             self._removed.discard(entry.directory)
             self._own[entry.directory] = entry, noted
@@ -415,17 +414,18 @@ class RootWriter:
     def put_catalogue(
         self, others: Mapping[str, catalogue.Noted] | None = None
     ) -> None:
-        """Stores what is known of the steps, after a commit or a removal.
+        """Writes the catalogue after a commit or a removal.
 
         Args:
-            others: what is told of steps that others have committed, by directory; None: nothing.
+            others: by directory, notes on steps that other managers have committed; None: none.
         """
         root, item, ledger = self._known()
         with self.looking:
             epoch = self._claim.epoch
             if not epoch:
                 return
-            # Of a root that nobody has claimed before, what was read may be wrong by now.
+            # Entries that were read count only if they are of the epoch of the claim before. Others
+            # may be wrong by now.
             before = self._before.epoch if self._before is not None else ""
             is_known = bool(before) and before == ledger.epoch
             known = {e.directory: e for e in ledger.committed() if e.known and is_known}
@@ -446,22 +446,22 @@ class RootWriter:
             )
 
     def committed(self) -> None:
-        """The save is durable: what was moved out of its way stays there."""
+        """Notes that the save is durable, so that the steps moved out of its way stay there."""
         if self.writes and self._claim.aside is not None and self._is_own():
             try:
                 self._claim.note_aside(None)
             except OSError as error:
-                # Whether the save is committed can be seen, as long as it is there.
+                # `bring_back` sees that the save is committed, as long as its step is there.
                 _log.warning("cannot note that a rollback is committed: %s", error)
 
     def undo(self) -> None:
-        """Leaves the root as it was before a save that is not there.
+        """Leaves the root as it was before a save that failed.
 
-        It may be there after all: storage that fails to show its manifest looks alike. So the
-        next save looks at the root first, whatever that costs.
+        The save may be committed after all, if storage just fails to show its manifest. So the next
+        save looks at the root first, whatever that costs.
         """
         if self.ledger is not None:
-            self.ledger.part()  # what the save was to leave behind is not
+            self.ledger.part()  # the steps that the save was to leave behind count again
         if not self.writes:
             return
         self._doubtful = True
@@ -475,7 +475,7 @@ class RootWriter:
             )
 
     def _bring_back(self) -> bool:
-        """Brings back what was moved aside for a save that is not there.
+        """Brings back the steps that were moved aside for a save that is not committed.
 
         Returns:
             Whether steps have come or gone.
@@ -489,19 +489,19 @@ class RootWriter:
         return self._refresh()
 
     def discard(self, folder: str) -> None:
-        """Removes what a failed save has written, at once if nobody is writing, else later.
+        """Removes the folder of a failed save, at once if nobody is writing, else later.
 
         Args:
-            folder: name of that which it has written into.
+            folder: name of the folder that the save was written into.
         """
         if not self.writes:
             return
         self._unfinished.add(folder)
         if self.remover is None:
-            return  # each look is a request, and whoever hears of the failure waits
+            return  # each look is a request, for which the report of the failure would wait
         held = self._lock.is_held
         try:
-            # Whoever takes over uses the same names, but writes with the lock only.
+            # A manager that takes over uses the same names, but writes only with the lock held.
             if self._lock.acquire(0) and self._is_own():
                 self._unfinished.clear()
         except OSError as error:
@@ -513,7 +513,7 @@ class RootWriter:
                 self._lock.release()
 
     def _is_own(self) -> bool:
-        """Whether the claim still holds; who takes over also takes what was moved aside."""
+        """Whether the claim is still this manager's; a new one inherits what is moved aside."""
         try:
             self._claim.check()
         except (errors.WriterError, OSError):
@@ -522,7 +522,7 @@ class RootWriter:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether a save was let begin, and has neither ended nor been undone."""
+        """Whether a save has been allowed to begin, and has neither ended nor been undone."""
         if not self._has_claimed:
             return False
         return self._lock.is_held or self._claim.aside is not None
@@ -534,11 +534,11 @@ class RootWriter:
             self._writing.discard(_PLANNED)
 
     def end_writing(self, uuid: str = _PLANNED) -> None:
-        """Lets other managers write once no save is planned or written any more.
+        """Lets other managers write once no save is planned or being written.
 
         Args:
-            uuid: of a save that nothing writes for any more; else one that was planned did not
-                begin.
+            uuid: uuid of a save for which no thread writes any more. By default the save that was
+                planned, and has not begun.
         """
         with self._holding:
             self._writing.discard(uuid)
@@ -546,15 +546,15 @@ class RootWriter:
                 self._lock.release()
 
     def take_over(self) -> None:
-        """Lets the next save claim the root, also from a manager that did so since."""
+        """Lets the next save claim the root, even if another manager has claimed it since."""
         if self.writes:
             self._claim.give_up()
 
     @contextlib.contextmanager
     def for_a_while(self) -> Iterator[None]:
-        """Withdraws in the end, whatever happens: to whom this stood in for, or to nobody.
+        """Withdraws when the block ends, whatever happens; see `withdraw`.
 
-        Else whoever saves next would take this one for a manager that may still be saving.
+        Otherwise the next manager would take this one for a manager that may still be saving.
 
         Raises:
             WriterError: if another manager has taken over the root.
@@ -571,7 +571,7 @@ class RootWriter:
             self.close()
 
     def withdraw(self) -> None:
-        """Leaves the root to whom this stood in for, or to nobody.
+        """Leaves the root to the manager that this one stood in for, or to nobody.
 
         Raises:
             WriterError: if another manager has taken over the root.
@@ -580,7 +580,7 @@ class RootWriter:
             self._claim.withdraw()
 
     def close(self) -> None:
-        """Waits for what is being deleted and frees what is held."""
+        """Waits for deletions in the background, and frees the lock."""
         self._writing.clear()
         self.end_writing()
         if self.remover is not None:
