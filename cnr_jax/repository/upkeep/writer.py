@@ -54,9 +54,9 @@ _PLANNED = "planned"
 class RootWriter:
     """Writer of one item of one root, which stay the same once they are set.
 
-    A manager, a restore or the first save sets them. Each process of a run has a writer, and all know the
-    same steps. Only that of the first process touches the root: only there `refreshed`, `claim` and
-    `move_aside` are called, and the methods that end a save do nothing on other processes.
+    A manager, a restore or the first save sets them. Each process of a run has a writer, and all
+    know the same steps. Only that of the first process touches the root: only there `refreshed`,
+    `claim` and `move_aside` are called, and the methods that end a save do nothing elsewhere.
 
     A save calls `claim` (before anything is decided), `move_aside` if needed, `begin_writing`,
     `check_claim` (right before the commit), `committed` or `undo`, and `end_writing`. Several saves
