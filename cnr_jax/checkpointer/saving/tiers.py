@@ -1,4 +1,4 @@
-"""Which root a manager saves to, and which one mirrors it, as the options say."""
+"""Roots of a manager: which one it saves to, and which one mirrors that, as the options say."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class Tiers:
     """The roots of a manager.
 
     Attributes:
-        root: that saves are committed in.
-        target: that mirrors it; None: none does.
-        is_near: whether the former is the near one.
-        problem: why saves do not go near, though they are to; empty: they do, or are not to.
+        root: root in which saves are committed.
+        target: root that mirrors it; None: none does.
+        is_near: whether `root` is the near root.
+        problem: why saves do not go to the near root that `Options.near` names; empty if they do,
+            or none is named.
     """
 
     root: AnyPath
@@ -50,7 +51,7 @@ class Tiers:
         is_step: Callable[[str], bool] | None,
         item: str | None,
     ) -> Mirror | None:
-        """The mirror, on the process that copies to it; None elsewhere, and without one."""
+        """Makes the mirror on process 0, which copies; None on others, and without a target."""
         if self.target is None or jax.process_index() != 0:
             return None
         return Mirror(
@@ -58,18 +59,18 @@ class Tiers:
         )
 
     def policy(self, options: Options, is_far: Callable[[int], bool]) -> Any:
-        """The user's preservation policy, or that of a near root."""
+        """Preservation policy: that of a near root, or else the user's."""
         if self.is_near:
             return NearSteps(options.near_steps, is_far)
         return options.preservation_policy
 
 
 class NearSteps:
-    """A preservation policy of Orbax that keeps the newest steps, and those that are not far yet.
+    """A preservation policy of Orbax that keeps the newest steps, and those not yet in the mirror.
 
     Args:
-        count: of the newest steps.
-        is_far: whether a step, by its number, is committed far.
+        count: how many of the newest steps stay.
+        is_far: function that says whether a step, by its number, is committed in the mirror.
     """
 
     def __init__(self, count: int, is_far: Callable[[int], bool]) -> None:
@@ -78,7 +79,7 @@ class NearSteps:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any = None
     ) -> list[bool]:
-        """Which steps stay near."""
+        """Says which steps stay in the near root."""
         newest = {info.step for info in checkpoints[-self._count :]}
         return [
             info.step in newest or not self._is_far(info.step) for info in checkpoints
@@ -94,20 +95,20 @@ def tiers_of(
     writes: bool,
     full_bytes: Callable[[], int],
 ) -> Tiers:
-    """Finds the roots of a manager; one that only restores has that which it is given.
+    """Finds the roots of a manager; a manager that only restores uses the root that it is given.
 
     Args:
-        root: that the manager is given.
-        options: of the run.
-        is_step: tells names of step directories; None: all that end in a digit.
-        item: that holds the state; None: the one that is found.
+        root: root that the manager is given.
+        options: options of the run.
+        is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
+        item: name of the item that holds the state; None: the one that is found.
         writes: whether the manager saves.
-        full_bytes: bytes of the tables in a full checkpoint.
+        full_bytes: function that returns the bytes of the tables in a full checkpoint.
 
     Raises:
-        OptionError: if a root cannot be where it is to be, or one lies in the other, or several
-            processes are to save near.
-        UsedRootError: if what lies near is of another run.
+        OptionError: if a root cannot be at its path, one lies in the other, or several processes
+            are to save to a near root.
+        UsedRootError: if the near root holds another run.
         OSError: if a root cannot be seen or written.
     """
     far = open_root(root)

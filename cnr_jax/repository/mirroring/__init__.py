@@ -1,1 +1,1 @@
-"""Copies of a run in two roots: one is filled from the other, and each mends the other."""
+"""Mirrors of roots: one root is filled from another, and each can mend the other."""

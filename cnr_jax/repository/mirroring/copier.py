@@ -1,7 +1,7 @@
-"""Steps of one root brought into another: whole ones, under their own names, parents first.
+"""Copies of steps from one root into another: whole steps, under their own names, parents first.
 
-Which step is which tells its uuid, whatever folder it is in. The root that is written to is claimed
-as by a manager that saves there.
+A step is known by its uuid, whatever folder it is in. The copier claims the root that it writes to,
+as a manager that saves there does.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _log = logger(__name__)
 
 
 class Copier:
-    """Copies steps from one root into another, and mends those that are there.
+    """Copier of steps from one root into another; it also mends steps that are there.
 
     Args:
         source: root that is only read.
-        target: root that is written to; claimed when something is to be written.
-        is_step: tells names of step directories; None: all that end in a digit.
-        meter: of the bytes that are written.
-        item: that holds the state; None: the one that is found.
-        writer: of the target, if it is claimed already; None: one of its own.
-        single: whether it is not tried that two programs that write there are told apart.
+        target: root that is written to. The copier claims it when something is to be written.
+        is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
+        meter: meter that limits the bytes that are written; None: no limit.
+        item: name of the item that holds the state; None: the copier finds it.
+        writer: writer of the target, if it is claimed already; None: the copier makes its own.
+        single: whether to skip the trial of the store's conditions, see `Options.single_writer`.
 
     Attributes:
-        item: the same; None as long as the source holds no step.
-        writer: of the target.
+        item: name of the item that holds the state; None as long as the source holds no step.
+        writer: writer of the target.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Copier:
             self.writer.bind(target, is_step)
 
     def look(self) -> bool:
-        """Reads what has come or gone in the source since the last look.
+        """Reads which steps have come or gone in the source since the last look.
 
         Returns:
-            Whether there are steps.
+            Whether the source has steps of this library.
 
         Raises:
             UsedRootError: if the target holds another run.
@@ -97,10 +97,10 @@ class Copier:
         return True
 
     def _check_run(self, there: Ledger) -> None:
-        """Makes sure that the target holds nothing of another run.
+        """Checks that the target holds steps of the source's run, or no steps at all.
 
         Raises:
-            UsedRootError: if it does.
+            UsedRootError: if it holds steps of other runs only.
         """
         runs = {entry.run for entry in there.committed() if not entry.orbax}
         newest = self.source.newest()
@@ -113,15 +113,15 @@ class Copier:
             )
 
     def _claim(self, own: str | None = None) -> None:
-        """Claims the target; at first only if no other run has come to it since it was looked at.
+        """Claims the target; the first time only if no other run has come there since `look`.
 
         Args:
-            own: as of `RootWriter.claim`.
+            own: as for `RootWriter.claim`.
 
         Raises:
-            UsedRootError: if one has; who has brought it there copies on.
+            UsedRootError: if another run has come. The program that copies it goes on.
             OptionError: if the target is a step of another root.
-            WriterError, OSError: as `RootWriter.claim`.
+            WriterError, OSError: as for `RootWriter.claim`.
         """
         if not self._has_claimed:
             check_is_root(self._target)
@@ -136,7 +136,7 @@ class Copier:
             self._has_claimed = True
 
     def _look(self, item: str) -> Ledger:
-        """The steps of the source as they now are."""
+        """Ledger of the source as it now is."""
         held, epoch = self._held, self._epoch
         self._epoch = self._epoch_of_source()
         if held is None or epoch != self._epoch:
@@ -144,7 +144,7 @@ class Copier:
         else:
             held.refresh(self._source, item)
             for directory in sorted(held.directories()):
-                # A rollback may have put another step into the place of one.
+                # A rollback may have put another step in the place of this one.
                 if self._states.get(directory) != self._state(directory):
                     held.read(self._source, directory, item)
         self._states = {each: self._state(each) for each in held.directories()}
@@ -153,14 +153,17 @@ class Copier:
         return held
 
     def _epoch_of_source(self) -> str:
-        """What changes before another step comes to lie in a folder, where no folder shows it."""
+        """Epoch of the source, which changes before a folder gets another step; for buckets.
+
+        Empty where looks are cheap: there `_state` shows the change.
+        """
         if can(self._source).cheap_looks:
             return ""
         writer = read_writer(self._source)
         return writer.epoch if writer is not None else ""
 
     def _state(self, directory: str) -> object:
-        """What changes when another step comes to lie in a folder, where that is cheaply seen."""
+        """State of a step's manifest file, which changes when the folder gets another step."""
         path = self._source / directory / str(self.item) / names.MANIFEST
         try:
             return store_of(path).state_of(path)
@@ -169,18 +172,18 @@ class Copier:
 
     @property
     def source(self) -> Ledger:
-        """Steps of the source, as of the last look."""
+        """Ledger of the source, as of the last look."""
         assert self._held is not None
         return self._held
 
     @property
     def there(self) -> Ledger:
-        """Steps of the target."""
+        """Ledger of the target."""
         assert self.writer.ledger is not None
         return self.writer.ledger
 
     def has(self, entry: Entry) -> bool:
-        """Whether the target holds a step, as its manifest tells."""
+        """Whether the target holds a step, by the uuid in its manifest."""
         found = self.there.entries.get(entry.directory)
         return found is not None and found.uuid == entry.uuid
 
@@ -188,8 +191,9 @@ class Copier:
         """Steps of the newest run that the target lacks, in the order in which they are copied.
 
         Args:
-            keep: only those that `retire` would leave there; None: all.
-            min_fulls: the same as there.
+            keep: how many of the newest steps `retire` leaves there: only steps that it would leave
+                are copied. None: all are.
+            min_fulls: see `retire`.
         """
         newest = self.source.newest()
         found = [
@@ -204,7 +208,7 @@ class Copier:
         return self._parents_first(found)
 
     def _parents_first(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Entries and what they rest on, without those that the target holds."""
+        """Entries and those that they rest on, parents first, without those of the target."""
         ordered = {
             each.directory: each
             for entry in entries
@@ -213,16 +217,16 @@ class Copier:
         return [entry for entry in ordered.values() if not self.has(entry)]
 
     def is_gone(self, entry: Entry) -> bool:
-        """Whether a step is not in the source any more, or another is in its place."""
+        """Whether a step is no longer in the source, or another step is in its place."""
         item = str(self.item)
         return not is_same_step(self._source, entry.directory, item, entry.uuid)
 
     def copy(self, entry: Entry) -> None:
-        """Copies one step; what it rests on must be there.
+        """Copies one step; the target must hold the steps that it rests on.
 
         Raises:
-            CnrError: if a file of it is damaged, or the target is somebody else's, or holds what
-                must not make way for it.
+            CnrError: if a file of it is damaged, another manager or run has the target, or a folder
+                there that must not make way has the step's name.
             OSError: if a root cannot be read or written.
             Stopped: if the meter is stopped.
         """
@@ -230,7 +234,7 @@ class Copier:
         attempt = Attempt(self._target, entry.directory, entry.uuid)
         committer = committer_for(self._target, writer.discard, writer.check_claim)
         try:
-            # What an earlier call has copied of it is no leftover.
+            # `own`: files of the step that an earlier call has copied are no leftover.
             self._claim(own=entry.directory)
             self._make_room(entry)
             committer.prepare(attempt, [])
@@ -253,7 +257,7 @@ class Copier:
                 writer.note_own(made)
             writer.show(entry.directory, [*self.there.left])
         except (errors.CnrError, OSError) as error:
-            # Else the next call goes on with what is there.
+            # After other errors the files stay, and the next call copies the rest.
             if isinstance(error, errors.DAMAGE) or self.is_gone(entry):
                 with contextlib.suppress(errors.CnrError, OSError):
                     committer.abandon(attempt)
@@ -262,17 +266,18 @@ class Copier:
             writer.end_writing()
 
     def copy_chain(self, entry: Entry) -> list[str]:
-        """Copies a step and what it rests on; returns the folders of those that came."""
+        """Copies a step and all that it rests on; returns the directories that were copied."""
         found = self._parents_first([entry])
         for each in found:
             self.copy(each)
         return [each.directory for each in found]
 
     def _make_room(self, entry: Entry) -> None:
-        """Takes out of the way what is in the folder of a step, and what rests on it.
+        """Moves out of the way what has the name of a step in the target, and what rests on it.
 
         Raises:
-            DependentsExistError: if that is no step of an older branch.
+            DependentsExistError: if that is neither a step of an older branch nor an unreadable
+                copy of the step.
         """
         there, name = self.there, entry.directory
         found, folder = there.entries.get(name), there.folders.get(name)
@@ -307,7 +312,7 @@ class Copier:
                 self._remove(each.directory)
 
     def _may_hold(self, entry: Entry) -> bool:
-        """Whether the target holds a step of the source, or a copy of it that cannot be read."""
+        """Whether the target holds a step of the source, or an unreadable copy of it."""
         place, source, item = self._target, self._source, str(self.item)
         return may_hold(self.there, entry, place=place, source=source, item=item)
 
@@ -320,17 +325,17 @@ class Copier:
         self.there.forget(directory)
 
     def retire(self, keep: int, min_fulls: int = 1) -> list[int]:
-        """Removes from the target all but its newest steps and what these rest on.
+        """Removes from the target all but its newest steps and those that these rest on.
 
         Args:
-            keep: how many of them stay.
-            min_fulls: full checkpoints of the newest branch that stay.
+            keep: how many of the newest steps stay.
+            min_fulls: how many full checkpoints of the newest branch stay.
 
         Returns:
-            Numbers of the steps that are gone.
+            Numbers of the steps that were removed.
 
         Raises:
-            OSError: if one cannot be removed; it is there as before.
+            OSError: if a step cannot be removed; it is there as before.
         """
         there = self.there
         if there.newest() is None:
@@ -355,22 +360,22 @@ class Copier:
         return list(going.values())
 
     def needed(self) -> list[Entry]:
-        """Steps of the source on which steps of the target rest that lacks them, parents first."""
+        """Steps of the source that the target lacks, but that its steps rest on; parents first."""
         named = {e.parent.uuid for e in self.there.entries.values() if e.parent}
         found = [entry for entry in self.source.committed() if entry.uuid in named]
         return self._parents_first(found)
 
     def mend(self, chain: Iterable[Entry]) -> list[str]:
-        """Replaces what is damaged or missing in the target by what is whole in the source.
+        """Replaces files that are damaged or missing in the target by whole ones of the source.
 
         Args:
             chain: steps of the source, parents first.
 
         Returns:
-            Files that were mended, and folders of steps that were brought back.
+            Paths of files that were mended, and of steps that were brought back.
 
         Raises:
-            CnrError, OSError: if something is damaged in both, or cannot be written.
+            CnrError, OSError: if a file is damaged in both roots, or cannot be written.
         """
         mended = list[str]()
         for entry in chain:
@@ -389,12 +394,12 @@ class Copier:
         return mended
 
     def close(self) -> None:
-        """Frees what is held; the claim stays, as that of a manager does."""
+        """Frees the lock of the target; the claim stays, as that of a manager does."""
         self.writer.close()
 
 
 def _kept(ledger: Ledger, keep: int, min_fulls: int) -> Kept:
-    """Which steps of the newest run stay in a root that keeps its newest ones alone."""
+    """Says which steps of the newest run stay in a root that keeps only its newest steps."""
     newest, before = ledger.newest(), ledger.run
     ledger.run = newest.run if newest is not None else None
     try:
@@ -406,24 +411,24 @@ def _kept(ledger: Ledger, keep: int, min_fulls: int) -> Kept:
             because=f"it is one of the newest {keep}",
         )
     finally:
-        # Steps that others bring are to be expected, as long as it is nobody's.
+        # As long as it has no run, the ledger expects other programs to add and remove steps.
         ledger.run = before
 
 
 def may_hold(
     held: Ledger, entry: Entry, *, place: AnyPath, source: AnyPath, item: str
 ) -> bool:
-    """Whether a root holds a step, or in its folder a copy of it that cannot be read.
+    """Whether a root holds a step, or in the step's folder a copy that cannot be read.
 
-    Whose a folder without a readable manifest is, other steps of the same run in that root tell,
-    or the manifest of a process in it that the step names.
+    A folder without a readable manifest counts as such a copy if the root holds other steps of the
+    same run, or if the folder holds a process manifest whose digest the step names.
 
     Args:
-        held: what the root holds.
+        held: ledger of the root.
         entry: the step, as another root holds it.
-        place: the root.
-        source: the other root.
-        item: of the step.
+        place: path of the root.
+        source: path of the other root.
+        item: name of the item of the step.
     """
     name = entry.directory
     found, folder = held.entries.get(name), held.folders.get(name)

@@ -1,6 +1,6 @@
-"""The mirror of a root: whatever is committed there is copied to another place, behind training.
+"""The mirror of a root: each step that is committed is copied to another root, behind training.
 
-A thread of its own copies, so no save waits for it; how far it is behind is told by each report.
+A thread of its own copies, so no save waits for it. Each report says how far the mirror is behind.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ from cnr_jax.repository.store import AnyPath
 from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
-# What copying on does not mend.
+# Errors after which the mirror copies nothing more: trying again would not help.
 _ENDS = errors.WriterError, errors.UsedRootError, errors.OptionError
-# How long after a failure it is tried again, if no save comes before.
+# How long after a failure the mirror tries again, if no save comes before.
 _RETRY_SECS = 20.0
-# Saves by which a backlog has grown, one after the other, when it is warned of.
+# The mirror warns once its backlog has grown at so many saves in a row.
 _GROWN = 4
 
 
 class Mirror:
-    """Copies of a root's steps in another one, made step by step.
+    """Mirror of a root: copies the root's steps to another root, one by one.
 
     Args:
-        root: that is mirrored.
-        target: where to.
-        is_step: tells names of step directories; None: all that end in a digit.
-        keep: steps that stay in the mirror, the newest ones, and what they rest on; None: all.
-        min_fulls: full checkpoints of the newest branch that stay there too.
-        bytes_per_sec: that are written at most; None: as many as there can be.
-        item: of each step; None: the one that is found.
-        single: whether it is not tried that two programs that write to one of both are told apart.
+        root: root that is mirrored.
+        target: root that the steps are copied to.
+        is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
+        keep: how many of the newest steps stay in the mirror, with those that they rest on; None:
+            all stay.
+        min_fulls: how many full checkpoints of the newest branch stay there too.
+        bytes_per_sec: bytes a second that are written at most; None: no limit.
+        item: name of the item of each step; None: the one that is found.
+        single: whether to skip the trial of the conditions of both stores, as in `Options`.
 
     Attributes:
-        root: the same.
-        target: the same.
-        way_back: from the target into the root.
-        lost: why nothing more is copied: somebody else has the target, or its service cannot tell
-            programs that write there apart.
+        root: root that is mirrored.
+        target: root that the steps are copied to.
+        way_back: way of steps from the target back into the root.
+        lost: error after which nothing more is copied: another program has the target, it holds
+            another run, or its service ignores the conditions of puts. None: the mirror goes on.
     """
 
     def __init__(
@@ -76,23 +77,23 @@ class Mirror:
         settings: Any = {"is_step": is_step, "item": item, "single": single}
         self._copier = Copier(root, target, meter=self._meter, **settings)
         self.way_back = WayBack(root, target, **settings)
-        # By uuid: steps that are committed and not copied; number, bytes, and since when.
+        # Steps that are committed and not copied yet, by uuid: number, bytes, and since when.
         self._waiting: dict[str, tuple[int, int, float]] = {}
         self._there = frozenset[str]()
         self._lock = threading.Lock()
         self._grown: list[int] = []
         self._has_warned = False
         self._done = MirrorReport(root=os.fspath(root), mirror=os.fspath(target))
-        # Why it does nothing any more.
+        # The error that has ended the mirror.
         self.lost: errors.CnrError | None = None
         self._thread: threading.Thread | None = None
-        # True: copy what there is; False: and then end.
+        # True wakes the thread to copy; with False it copies, and then ends.
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    # What is told.
+    # For the manager: start, notes, reports, and the end.
 
     def start(self) -> None:
-        """Lets a thread copy from now on; a program that ends does not wait for it."""
+        """Starts the thread that copies; a program that ends does not wait for it."""
         self._thread = threading.Thread(
             target=self._run, name="cnr_mirror", daemon=True
         )
@@ -100,7 +101,7 @@ class Mirror:
         self._wakes.put(True)
 
     def note(self, entry: Entry) -> MirrorReport:
-        """Notes that a step is committed, and has it copied; returns how things stand then."""
+        """Notes that a step is committed, so that it is copied; returns the report as of now."""
         with self._lock:
             at = entry.step, Ledger.own_bytes(entry), time.monotonic()
             self._waiting.setdefault(entry.uuid, at)
@@ -110,7 +111,7 @@ class Mirror:
         return found
 
     def _warn_of_growth(self, found: MirrorReport) -> None:
-        """Says once that the mirror falls behind, until it has caught up."""
+        """Warns that the mirror falls behind; once, until it has caught up."""
         if found.lag_steps <= 1:
             self._grown, self._has_warned = [], False
         self._grown = [*self._grown[-_GROWN:], found.backlog_bytes]
@@ -128,7 +129,7 @@ class Mirror:
             )
 
     def report(self) -> MirrorReport:
-        """What it has done, and how far it is behind."""
+        """Report of what the mirror has done, and how far it is behind."""
         with self._lock:
             waiting, done = [*self._waiting.values()], self._done
         since = min((secs for *_, secs in waiting), default=None)
@@ -140,14 +141,13 @@ class Mirror:
         )
 
     def has(self, uuid: str) -> bool:
-        """Whether a step is seen to be committed in the mirror."""
+        """Whether a step was in the mirror when the mirror looked last."""
         return uuid in self._there
 
     def close(self, timeout_secs: float) -> None:
-        """Copies what is left, as far as that goes within a time, and ends.
+        """Copies the steps that are left, as far as the time allows, and ends the thread.
 
-        Steps that cannot be copied stay behind, which a warning says; the next manager of the root
-        copies them.
+        If steps stay behind, a warning says so; the next manager of the root copies them.
         """
         thread = self._thread
         if thread is not None:
@@ -169,10 +169,10 @@ class Mirror:
             )
 
     def for_a_while(self) -> contextlib.AbstractContextManager[None]:
-        """Leaves the mirror to nobody in the end; for one to which no thread copies."""
+        """Gives up the claim on the mirror when the block ends; for one without a thread."""
         return self._copier.writer.for_a_while()
 
-    # What is done, in the thread.
+    # Copying, in the thread or on demand.
 
     def _run(self) -> None:
         pause, goes_on = None, True
@@ -182,7 +182,7 @@ class Mirror:
                 while not self._wakes.empty():
                     goes_on &= self._wakes.get()
             except queue.Empty:
-                pass  # it is tried again
+                pass  # after a failure, it is time to try again
             try:
                 self.catch_up()
             except Stopped:
@@ -192,9 +192,9 @@ class Mirror:
             pause = _RETRY_SECS if self.report().problems else None
 
     def catch_up(self) -> MirrorReport:
-        """Copies what the mirror lacks, parents first; returns what it has done.
+        """Copies the steps that the mirror lacks, parents first; returns the report.
 
-        A step that fails keeps those from being copied that rest on it, and no other.
+        If a step cannot be copied, those that rest on it are not copied either; all others are.
 
         Raises:
             Stopped: if the mirror is closed meanwhile.
@@ -210,7 +210,7 @@ class Mirror:
         except Stopped:
             raise
         except Exception as error:
-            # Whatever it is, training goes on, and who asks is told.
+            # Whatever the error, training goes on, and the report tells of it.
             if isinstance(error, _ENDS):
                 self.lost = error
             problems.append(in_one_line(error))
@@ -252,18 +252,18 @@ class Mirror:
                 self._add(copied_steps=self._done.copied_steps + 1)
 
     def _see(self) -> None:
-        """Notes what is in the mirror, for other threads."""
+        """Notes which steps are in the mirror, for `has` in other threads."""
         held = self._copier.there.entries.values()
         self._there = frozenset(entry.uuid for entry in held)
 
     def _compare(
         self, noted: dict[str, tuple[int, int, float]], lacking: list[Entry]
     ) -> None:
-        """Notes what waits to be copied, and what does so in vain.
+        """Notes which steps wait to be copied, and which need not wait any more.
 
         Args:
-            noted: what waited before the root was looked at.
-            lacking: what the mirror lacks of it.
+            noted: steps that waited before the mirror looked at the root.
+            lacking: steps of the root that the mirror lacks.
         """
         now, unix = time.monotonic(), time.time()
         source = {e.uuid for e in self._copier.source.entries.values()}
@@ -276,7 +276,7 @@ class Mirror:
         wanted = {entry.uuid for entry in lacking}
         for uuid, (step, *_) in noted.items():
             if uuid not in wanted and uuid in source:
-                self._forget(uuid)  # it is there, or not among those that are kept
+                self._forget(uuid)  # it is in the mirror, or is not to be kept there
             elif uuid not in wanted:
                 self._skip(uuid, step)
 

@@ -1,6 +1,6 @@
 """A near root, such as one in memory: saves commit there, and its mirror is the root of the run.
 
-Nothing leaves it that is not committed far.
+The root of the run is the far root. No step leaves the near root before it is committed far.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cnr_jax.repository.store import (
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# As long as a path can be, and longer.
+# The most bytes of the note that are read: more than a path can have.
 _MOST_BYTES = 1 << 16
 
 
@@ -44,20 +44,20 @@ def lacking_room(
     is_step: Callable[[str], bool] | None,
     item: str | None = None,
 ) -> str:
-    """Why a near root does not hold the saves of a run, in a line; empty: it does.
+    """Line that says why a near root has no room for the saves of a run; empty if it has.
 
     Args:
-        near: the root, which need not be there.
-        far: the root of the run.
-        full_bytes: of the tables in a full checkpoint, by their codecs.
-        is_step: tells names of step directories; None: all that end in a digit.
-        item: of each step; None: the one that is found.
+        near: path of the near root, which need not exist.
+        far: path of the root of the run.
+        full_bytes: bytes of the tables in a full checkpoint, by their codecs.
+        is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
+        item: name of the item of each step; None: the one that is found.
     """
     held, chain_bytes = 0, full_bytes
     if exists(near):
         held = store_of(near).bytes_below(near)
     elif (item := item or find_item(far)) is not None:
-        # What is to come near before the run goes on.
+        # The chain that is copied to the near root before the run goes on.
         ledger = Ledger.load(far, item, is_step)
         newest = ledger.newest()
         chain = ledger.chain(newest) if newest else []
@@ -74,12 +74,12 @@ def lacking_room(
 
 
 def empty_into(near: AnyPath, far: AnyPath, **told: Any) -> None:
-    """Copies what an earlier program has left in a near root, before the far one is saved to.
+    """Copies the steps that an earlier program has left near, before saves go to the far root.
 
     Args:
-        near: that is not saved to any more.
-        far: the root of the run.
-        **told: as a `Mirror` is told.
+        near: path of the near root, to which no saves go any more.
+        far: path of the root of the run.
+        **told: settings of the `Mirror` that copies.
     """
     if exists(near):
         mirror = Mirror(near, far, **told)
@@ -88,13 +88,15 @@ def empty_into(near: AnyPath, far: AnyPath, **told: Any) -> None:
 
 
 def check_goes_to(near: AnyPath, far: AnyPath) -> None:
-    """Checks that what lies near is of the run of the far root, or noted to be copied there.
+    """Checks that the steps in a near root are of the run of the far root, or are to go there.
 
-    All of it counts, however the manager names its steps.
+    All steps there count, however this manager names its own. They are to go to the far root if
+    that is noted near, or if none is noted and it holds no steps.
 
     Raises:
-        UsedRootError: if it is of another run, or another root is noted and this one holds no step.
-        OSError: if what lies near cannot be seen; or the far root, where another one is noted.
+        UsedRootError: if they are of another run, or another root is noted and this one holds no
+            steps.
+        OSError: if the near root cannot be read; or the far root, where another one is noted.
     """
     noted, item = _noted_far(near), find_item(near) if exists(near) else None
     if item is None or _is_same(noted, far):
@@ -107,7 +109,7 @@ def check_goes_to(near: AnyPath, far: AnyPath) -> None:
     except (errors.CnrError, OSError):
         if noted:
             raise
-        return  # who brings steps near, or copies them, meets that too
+        return  # the code that copies steps between the two meets the same error, and reports it
     runs = {entry.run for entry in theirs.committed() if not entry.orbax}
     if held[-1].run in runs or not (noted or runs):
         return
@@ -132,17 +134,17 @@ def set_strays_aside(
     is_step: Callable[[str], bool] | None,
     item: str | None = None,
 ) -> None:
-    """Sets steps of a near root aside that the run has gone on without.
+    """Sets aside those steps of a near root that the run has gone on without.
 
-    So it is on a host that comes back: what it had not copied was lost for others, and one of
-    them has gone on from an older step. The newest step of the far root is of a lineage then that
-    the near one does not know, and was written later than what lies near alone.
+    A host that comes back may hold such steps: it had not copied them, so the run went on from an
+    older step on another host. The newest step of the far root is then of a lineage that the near
+    root does not know, and was written later than the steps that are only near.
 
     Args:
-        near: the root, which need not be there.
-        far: the root of the run.
-        is_step: tells names of step directories; None: all that end in a digit.
-        item: of each step; None: the one that is found.
+        near: path of the near root, which need not exist.
+        far: path of the root of the run.
+        is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
+        item: name of the item of each step; None: the one that is found.
     """
     try:
         item = item or (find_item(near) if exists(near) else None)
@@ -160,10 +162,10 @@ def set_strays_aside(
 def _set_aside(
     near: AnyPath, far: AnyPath, item: str, held: Ledger, theirs: Ledger
 ) -> None:
-    """The same, by what both roots hold.
+    """Does the work of `set_strays_aside`, given the ledgers of both roots.
 
     Raises:
-        CnrError, OSError: if that cannot be seen or done.
+        CnrError, OSError: if a manifest cannot be read, or a step cannot be moved.
     """
     mine = held.committed()
     newest, known = theirs.newest(), {entry.uuid for entry in theirs.committed()}
@@ -195,10 +197,10 @@ def _set_aside(
 
 
 def note_far(near: AnyPath, far: AnyPath) -> None:
-    """Notes near which root its steps are copied to, so that they do not come to another one.
+    """Notes in a near root which root its steps are copied to, so that they go to no other.
 
     Raises:
-        OSError: if that cannot be stored.
+        OSError: if the note cannot be stored.
     """
     if _noted_far(near) != os.fspath(far):
         make_root(near)
@@ -206,7 +208,7 @@ def note_far(near: AnyPath, far: AnyPath) -> None:
 
 
 def _noted_far(near: AnyPath) -> str:
-    """The root that is noted near; empty: none is."""
+    """Path of the far root that is noted in a near root; empty if none is."""
     path = near / names.FAR
     try:
         return os.fsdecode(read_small(path, _MOST_BYTES)).removesuffix("\n")
@@ -218,7 +220,7 @@ def _noted_far(near: AnyPath) -> str:
 
 
 def _is_same(noted: str, far: AnyPath) -> bool:
-    """Whether a root that was noted is this one, maybe by another path."""
+    """Whether the noted root is this one, maybe by another path."""
     if not noted or noted == os.fspath(far):
         return noted != ""
     try:

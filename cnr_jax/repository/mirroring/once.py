@@ -1,4 +1,4 @@
-"""Mirrors a root on demand, and mends each of two roots from the other."""
+"""Mirroring on demand: copies the steps of a root, and mends each of two roots from the other."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def mirror(
         single_writer: as in `Options`, for both roots: whether their services may ignore the
             conditions of puts.
         item: name of the item of each step; None: the one that holds a checkpoint of this library.
-        follows: function that is called with the report each time that all is copied, and says
-            whether to look for more. None: the call copies once.
+        follows: function that is called with the report each time that all steps are copied, and
+            says whether to look for more. None: the call copies once.
 
     Returns:
         The report of what was done, and of what could not be.
@@ -129,7 +129,7 @@ def _repair(
     writer_is_dead: bool,
     single_writer: bool,
 ) -> list[str]:
-    """Mends each of two roots from the other; returns what was mended."""
+    """Mends each of two roots from the other; returns the paths of what was mended."""
     check_apart(root, target)
     layout.check_can_be_read(target)
     mended = list[str]()

@@ -1,4 +1,4 @@
-"""Where a mirror may be, and whether another program writes there."""
+"""Places of mirrors: where a mirror may be, and whether another program writes there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cnr_jax.repository.upkeep.claim import read_writer
 
 
 def check_apart(root: AnyPath, target: AnyPath) -> None:
-    """Checks that of two roots neither lies in the other, and that the second can be one.
+    """Checks that neither of two roots lies in the other, and that the target can be a root.
 
     Raises:
-        OptionError: if not.
-        OSError: if that cannot be seen.
+        OptionError: if one lies in the other, or the target cannot be a root.
+        OSError: if storage does not tell.
     """
     if layout.lies_in(root, target) or layout.lies_in(target, root):
         raise errors.OptionError(
@@ -23,11 +23,13 @@ def check_apart(root: AnyPath, target: AnyPath) -> None:
             "  hint: another folder, on another disk, or a bucket"
         )
     layout.check_is_no_file(target)
-    if can(target).cheap_looks:  # else before it is claimed: its service may be away
+    if can(
+        target
+    ).cheap_looks:  # else the copier checks it later: the service may be away now
         layout.check_is_root(target)
 
 
 def is_free(root: AnyPath) -> bool:
-    """Whether no other program is seen to save to a root."""
+    """Whether no program other than this one is known to be saving to a root."""
     writer = read_writer(root)
     return writer is None or writer.is_here or writer.process.state() != "alive"

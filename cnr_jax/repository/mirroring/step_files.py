@@ -1,7 +1,7 @@
-"""Files of a step, each with what it is checked against: to copy a step, or to mend one by another.
+"""Files of a step, each with its check: to copy a step, or to mend one copy of it by another.
 
-Manifests name the digests of what this library has written. What other handlers have written
-beside it has none: it is copied, and read back.
+Manifests name digests of all files that this library has written. Files that other handlers have
+written beside them have no digest: they are copied, and read back.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from cnr_jax.repository.store.checked import (
     reading,
 )
 
-# Raises if the contents of a file, which is told for the error, are not what they must be.
+# Function that raises an error if the contents of a file are wrong; the path is for its text.
 Check = Callable[[bytes, AnyPath], object]
-# Files on their way at a time: each is in memory as a whole.
+# Files that are copied at the same time. Each is in memory as a whole.
 _AT_ONCE = 4
 
 
@@ -49,9 +49,9 @@ class StepFile:
     """One file of a step.
 
     Attributes:
-        path: below the folder of the step.
-        bytes: its size, as a manifest says; None: none does.
-        check: compares its contents with the digest; None: there is none.
+        path: path of the file below the folder of the step.
+        bytes: size of the file that a manifest names; None: no manifest does.
+        check: function that compares the contents with the digest; None: there is no digest.
     """
 
     path: str
@@ -62,17 +62,18 @@ class StepFile:
 def files_of_step(
     copies: Sequence[AnyPath], *, but: str | None = None
 ) -> list[StepFile]:
-    """All files of a step but those that commit it, the manifests of items last.
+    """All files of a step except those that commit it, the manifests of items last.
 
-    Files in items of this library that no manifest names are none of them: they are never read.
+    Files in items of this library that no manifest names do not count, as no restore reads them.
 
     Args:
-        copies: folders of one step. What one lacks, or holds damaged, another may tell.
-        but: an item that is left out.
+        copies: folders of copies of the step. If one lacks a manifest, or holds it damaged, that
+            of another is read.
+        but: name of an item that is left out; None: none is.
 
     Raises:
-        CnrError: if a manifest is damaged in all of them.
-        OSError: if storage does not give one out.
+        CnrError: if a manifest is damaged in all copies.
+        OSError: if storage does not let a manifest be read.
     """
     held = {name for step in copies for name in names_in(step)}
     found: list[StepFile] = []
@@ -97,7 +98,7 @@ def _files_of_item(copies: Sequence[AnyPath], item: str) -> Iterator[StepFile]:
     path = f"{item}/{names.MANIFEST}"
     data = read_whole(copies, path, _check_manifest)
     manifest = load(data, path)
-    # Not another one, which a rollback may put in its place meanwhile.
+    # A rollback may put another manifest in its place meanwhile, which this digest does not fit.
     told = digest_of(names.MANIFEST, data)
     yield _by_digest(item, told)
     for index, digest in enumerate(manifest.processes):
@@ -127,8 +128,8 @@ def _files_of_array(item: str, array: str, entry: ArrayEntry) -> Iterator[StepFi
 
 
 def _check_chunk(size: int, crc32c: int, data: bytes, where: AnyPath) -> None:
-    """Checks what the file of a chunk holds, without making elements of it."""
-    # TensorStore, which is imported where it is needed, knows the checksum.
+    """Checks the bytes in the file of a chunk, without decoding elements of the array."""
+    # TensorStore computes the checksum. This module must be importable without it.
     from cnr_jax.repository.store import in_memory
     from cnr_jax.repository.store.arrays import spec_of
 
@@ -140,7 +141,7 @@ def _check_chunk(size: int, crc32c: int, data: bytes, where: AnyPath) -> None:
             f"is not the chunk that was saved\n  got {got:08x}, expected {crc32c:08x}"
         )
         raise damage(where, fact, "foreign_chunk")
-    # It is over the bytes that are stored, whatever they mean.
+    # The checksum is over the stored bytes, so they are read as an array of bytes.
     count = len(data) - 4
     spec = spec_of(where, "uint8", count, count) | {"kvstore": in_memory.FOLDER}
     try:
@@ -163,10 +164,10 @@ def _check_manifest(data: bytes, where: AnyPath) -> None:
 
 
 def read_whole(copies: Sequence[AnyPath], path: str, check: Check | None) -> bytes:
-    """Contents of a file, from the first copy of its step in which they are what they must be.
+    """Contents of a file, from the first copy of its step in which the file is whole.
 
     Raises:
-        CnrError, OSError: as of the first copy, if none is.
+        CnrError, OSError: the error of the first copy, if the file is whole in none.
     """
     first: Exception | None = None
     for step in copies:
@@ -184,14 +185,14 @@ def read_whole(copies: Sequence[AnyPath], path: str, check: Check | None) -> byt
 
 
 class Stopped(Exception):
-    """The copy is to end: nobody waits for it any more."""
+    """Raised in a copy that is to end, as the mirror is closed."""
 
 
 class Meter:
-    """Bytes that may be on their way in a second.
+    """Meter that limits the bytes a second that are copied.
 
     Args:
-        bytes_per_sec: None: as many as there are.
+        bytes_per_sec: the limit; None: there is none.
     """
 
     def __init__(self, bytes_per_sec: float | None = None) -> None:
@@ -200,14 +201,14 @@ class Meter:
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Ends what waits, and what asks."""
+        """Makes all calls of `take` raise `Stopped`, those that wait and those to come."""
         self._stop.set()
 
     def take(self, count: int) -> None:
-        """Waits until so many bytes may go.
+        """Waits until `count` bytes may be written.
 
         Raises:
-            Stopped: if none may any more.
+            Stopped: if the meter is stopped.
         """
         wait = 0.0
         if self._rate is not None:
@@ -226,15 +227,16 @@ def _size_of(step: AnyPath, file: StepFile) -> int:
 def copy_files(
     source: AnyPath, folder: AnyPath, meter: Meter, *, but: str | None = None
 ) -> None:
-    """Copies the files of a step into a folder, each checked on the way.
+    """Copies the files of a step into a folder, and checks each on the way.
 
-    What an earlier call has copied there is not copied again: only to be used for the same step.
+    Files that an earlier call has copied there are not copied again, so the folder must hold no
+    files of another step.
 
     Args:
         source: folder of the step.
-        folder: to be filled.
-        meter: of the bytes that are written.
-        but: an item that is not copied.
+        folder: folder to be filled.
+        meter: meter that limits the bytes that are written.
+        but: name of an item that is not copied; None: all are.
 
     Raises:
         CnrError: if a file is damaged.
@@ -252,7 +254,7 @@ def copy_files(
 
     def copy(each: StepFile) -> None:
         target = folder / each.path
-        # Where files are put under a condition, what is there is there as a whole.
+        # A store with conditions puts files as a whole, so a file that is there need not be read.
         if each.path not in lacking and can(folder).conditions:
             return
         with as_root_errors(root, "read"):
@@ -272,23 +274,23 @@ def copy_files(
 
 
 def mend_files(copies: Sequence[AnyPath], goals: Sequence[AnyPath]) -> list[AnyPath]:
-    """Replaces damaged and missing files of some copies of a step by whole ones of the others.
+    """Replaces damaged or missing files in some copies of a step by whole ones of other copies.
 
-    A file that has no digest is only put where it is missing.
+    A file that has no digest is copied only where it is missing.
 
     Args:
         copies: folders of one step, in two roots.
-        goals: those of them that are mended.
+        goals: those of the folders that are mended.
 
     Returns:
-        What was replaced, or put there.
+        Paths of the files that were replaced or added.
 
     Raises:
-        CnrError, OSError: if a file is whole in none of them, or cannot be written; what was
-            mended before stays so.
+        CnrError, OSError: if a file is whole in no copy, or cannot be written. Files that were
+            mended before stay so.
     """
     mended: list[AnyPath] = []
-    # The manifest last: with it others may take the step for a whole one.
+    # Manifests come last: once one is there, other programs may take the step for whole.
     for each in files_of_step(copies):
         for step in goals:
             file = step / each.path

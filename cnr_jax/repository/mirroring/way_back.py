@@ -1,4 +1,4 @@
-"""The way back from a mirror: steps that a root lost come into it again, or are mended there."""
+"""The way back from a mirror: brings back steps that a root has lost, and mends damaged ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _log = logger(__name__)
 
 
 class WayBack:
-    """Steps of a mirror that a root lacks, or that are damaged there.
+    """Way of steps from a mirror into the root, which lacks them or holds them damaged.
 
     Args:
-        root: that is mirrored.
-        target: its mirror.
-        is_step: tells names of step directories; None: all that end in a digit.
-        item: of each step; None: the one that is found.
-        single: whether it is not tried that two programs that write there are told apart.
+        root: root that is mirrored, and is written to here.
+        target: mirror of the root, which is only read here.
+        is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
+        item: name of the item of each step; None: the one that is found.
+        single: whether to skip the trial of the store's conditions, see `Options.single_writer`.
     """
 
     def __init__(
@@ -45,21 +45,22 @@ class WayBack:
         self._settings: Any = {"is_step": is_step, "item": item, "single": single}
 
     def bring(self, step: int | None = None) -> bool:
-        """Brings a step, and all it rests on, from the mirror into the root.
+        """Brings a step, and all steps that it rests on, from the mirror into the root.
 
-        Nothing where the root has what the mirror has, and where another manager may be saving.
+        Does nothing if the mirror holds no such step, or another manager may be saving to the root.
 
         Args:
-            step: its number; None: the newest that is whole in the mirror, if that is newer than
-                all that restore in the root.
+            step: number of the step. None: the newest one that is whole in the mirror, if it is
+                newer than all steps of the root that restore.
 
         Returns:
-            Whether steps came.
+            Whether steps came into the root. With a number, ask only for a step that it lacks.
 
         Raises:
-            RootError: if the mirror cannot be read, or the root not be written, and the step was
-                asked for by its number, or the root holds nothing either: it must not look like
-                one in which nothing was ever saved.
+            UsedRootError: if the mirror holds another run than the root.
+            RootError: if the mirror cannot be read, or the root cannot be written, and either
+                `step` is given or no step of the root restores. A root that lost its steps must
+                not look like one in which nothing was ever saved.
         """
         own = None
         item = self._item or find_item(self.root)
@@ -130,7 +131,7 @@ class WayBack:
             return True
 
     def mend(self, directory: str) -> bool:
-        """Mends a step of the root, and what it rests on, by the mirror.
+        """Mends a step of the root, and the steps that it rests on, with files of the mirror.
 
         Returns:
             Whether anything was mended.
