@@ -1,6 +1,6 @@
-"""What is behind an error of the system: its number, its call, and what it says in a line.
+"""Causes of errors: the number and the call of the system's error behind one, and one-line texts.
 
-And the error of ours that says so of a whole root.
+`as_root_errors` turns such errors into a `RootError`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 from cnr_jax.errors import CnrError, RootError
 from cnr_jax.texts import count_of
 
-# How TensorStore's errors, which are no OSErrors, name that of the system.
+# How TensorStore's errors, which are no OSErrors, name the number of the system's error.
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
-# What TensorStore adds to its errors: the whole specification of the array, 400 characters.
+# TensorStore adds the whole specification of the array to its errors, 400 characters.
 _SPECIFICATION = re.compile(r" \[tensorstore_spec='.*?'\](?= \[|$)", re.DOTALL)
 _LONGEST = 500
-# Calls of the system as Python code makes them; methods of some names are mostly other things.
+# Calls of the system as they look in Python code. Methods named like those in `some` are mostly
+# other things, so these count only as functions, or on objects with the names listed.
 _CALLS = re.compile(
     r"(?:\b(?:os|io|file|stream|path|entry)\.|(?<![.\w]))(?P<some>open|replace|read|write|flush)\("
     r"|\b(?P<all>l?stat|scandir|listdir|iterdir|mkdir|rmdir|fsync|rename|unlink|readlink|flock)\("
@@ -29,12 +30,12 @@ _CALLS = re.compile(
 
 
 class StoreError(OSError):
-    """What is said for a store that refuses a request, or gives no answer that can be used.
+    """Error of a store that refuses a request, or gives no answer that can be used.
 
-    Its text is the fact, and what to do after `; hint: `.
+    Its `strerror` is the fact, then `; hint: ` and what to do.
 
     Attributes:
-        kind: of the `RootError` that is made of it.
+        kind: kind of the `RootError` that is made of it.
     """
 
     kind = "no_answer"
@@ -50,23 +51,23 @@ class StoreError(OSError):
         return str(self.strerror).partition("; hint: ")[2]
 
     def __str__(self) -> str:
-        # Without the number, which is of no call.
+        # The number is left out, as it is that of no system call.
         return f"{self.fact}: {self.filename!r}; hint: {self.hint}"
 
 
 class RefusedError(StoreError, PermissionError):
-    """What is said for a store that refuses a request: rights or keys are not the right ones."""
+    """Error of a store that refuses a request because rights or keys are not the right ones."""
 
     kind = "refused"
 
 
 def errno_of(error: BaseException, handled: BaseException | None = None) -> int | None:
-    """The number of the system's error behind an error, if there is one.
+    """Number of the system's error behind an error; None if there is none.
 
     Args:
-        error: what was raised.
-        handled: what was being handled already when the work began that raised `error`, so that
-            it is not behind it, though Python notes it as its context.
+        error: error that was raised.
+        handled: error that was already being handled when the work that raised `error` began. It
+            is not the cause, though Python notes it as the context.
 
     Example:
         >>> errno_of(ValueError("Error writing local file [os_error_code='28']"))
@@ -82,7 +83,7 @@ def errno_of(error: BaseException, handled: BaseException | None = None) -> int 
 
 
 def call_of(error: BaseException) -> str | None:
-    """Which call of the system is behind an error, as far as lines of its traceback tell.
+    """Name of the system call behind an error, as far as lines of its traceback tell.
 
     Example:
         >>> from pathlib import Path
@@ -94,7 +95,7 @@ def call_of(error: BaseException) -> str | None:
     """
     number, found = errno_of(error), None
     behind = (e for e in causes(error) if isinstance(e, OSError) and e.errno == number)
-    # The innermost that is one; of each line the part that was being run.
+    # The innermost call counts. Of each line only the part that was being run is searched.
     for frame in traceback.extract_tb(next(behind, error).__traceback__):
         line = linecache.getline(frame.filename, frame.lineno or 0)
         stop = frame.end_colno if frame.end_lineno == frame.lineno else None
@@ -105,7 +106,7 @@ def call_of(error: BaseException) -> str | None:
 
 
 def with_call(error: BaseException) -> str:
-    """An error in a line, and the call of the system in which it was raised, if known."""
+    """Text of an error in one line, with the system call that raised it, if known."""
     call = call_of(error)
     return f"{in_one_line(error)}, in {call}" if call else in_one_line(error)
 
@@ -123,8 +124,8 @@ def as_root_errors(
     Args:
         root: path of the root.
         what: what is done with it, such as `"pruned"`.
-        deleted: names in the root that have been deleted meanwhile; None: none could be.
-        only: errors of this class alone; others are raised as they are.
+        deleted: names in the root that have been deleted so far; None: the work deletes nothing.
+        only: class of the errors that become a `RootError`; others are raised as they are.
     """
     try:
         yield
@@ -156,15 +157,15 @@ def as_root_errors(
 def using_root(
     root: str | os.PathLike[str],
 ) -> contextlib.AbstractContextManager[None]:
-    """Raises a `RootError` where the store of a root does not answer, or refuses.
+    """Raises a `RootError` if the store of a root does not answer, or refuses a request.
 
-    Other errors of the system stay: who reads files on a disk catches them as they are.
+    Other errors of the system stay, as code that reads files on a disk catches them as they are.
     """
     return as_root_errors(root, "used", only=StoreError)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those it was raised from, or while handling them."""
+    """Yields an error, and the errors from which, or while handling which, it was raised."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -174,7 +175,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error as other processes and messages quote it.
+    """Text of an error in one line, as other processes and messages quote it.
 
     Example:
         >>> in_one_line(OSError(28, "No space left on device"))
@@ -184,7 +185,7 @@ def in_one_line(error: BaseException) -> str:
     """
     text = " ".join(_SPECIFICATION.sub("", str(error)).split())
     if len(text) > _LONGEST:
-        # TensorStore says first what it was doing, and last what the system said.
+        # TensorStore says first what it was doing, and last what the system said: both stay.
         half = _LONGEST // 2
         text = f"{text[:half]} ... {text[-half:]}"
     name = type(error).__name__

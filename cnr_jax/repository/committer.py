@@ -1,11 +1,11 @@
-"""What it means that a step is committed: a folder gets its name, or a file in it says so.
+"""Commits of steps: a folder gets its final name, or a file in it says that it is committed.
 
-A save is written into a folder of its own. Where folders can be renamed, that has a name which no
-reader lists, other than that of any other attempt at the step: whoever still writes for an attempt
-that was given up writes beside the next one. Elsewhere the folder has the final name, and is no
-step before it holds a file that says so. That file tells attempts apart everywhere, so what became
-of one can be asked of the store, whoever was interrupted or did not answer. Stores that put a file
-on a condition let one attempt alone have such a folder, and commit it as long as it has.
+A save is written into a folder of its own. Where folders can be renamed, the folder has a name that
+no reader lists, and that no other attempt at the step has: a thread that still writes for an
+attempt that was given up writes beside the next one. Elsewhere the folder has the final name, and
+is no step before it holds a file that says so. Everywhere that file tells attempts apart, so the
+store can be asked what became of one, even after an interrupt or a lost answer. Where a store can
+put a file on a condition, only one attempt holds the folder, and can commit it while it does.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Attempt:
     """One attempt at saving a step.
 
     Attributes:
-        root: holds the step directories.
-        directory: name of the step directory, once it is committed.
-        nonce: hexadecimal digits, alike on all processes and of no other attempt.
+        root: root that holds the step directories.
+        directory: name of the step directory, once the attempt is committed.
+        nonce: hexadecimal digits, the same on all processes, and unique to this attempt.
     """
 
     root: AnyPath
@@ -56,14 +56,14 @@ class Attempt:
 
 
 class Committer(Protocol):
-    """Commits attempts, or abandons them. Only the first process calls what is not `folder`."""
+    """Commits attempts, or abandons them. Only the first process calls methods but `folder`."""
 
     def folder(self, attempt: Attempt) -> AnyPath:
-        """Where an attempt is written; touches nothing, and is alike on all processes."""
+        """Folder that an attempt is written into, the same on all processes; touches nothing."""
         ...
 
     def prepare(self, attempt: Attempt, items: Sequence[str]) -> None:
-        """Makes the folder of an attempt and of each item in it, empty.
+        """Makes the folder of an attempt, and a folder in it for each item, all empty.
 
         Raises:
             DependentsExistError: if the step is there already.
@@ -74,33 +74,33 @@ class Committer(Protocol):
         """Makes an attempt durable, and commits it.
 
         Args:
-            attempt: that is written as a whole.
-            durable: names of what is durable already, of all that lies in its folder.
+            attempt: attempt whose files are all written.
+            durable: names of those files and folders in its folder that are durable already.
 
         Raises:
             DependentsExistError: if somebody else has committed the step.
-            OSError: if it is not committed, or that cannot be seen; see `is_published`.
+            OSError: if it is not committed, or storage does not tell; see `is_published`.
         """
         ...
 
     def settle(self, attempt: Attempt) -> None:
-        """Makes it durable that an attempt is committed.
+        """Makes the commit of an attempt durable.
 
         Raises:
-            OSError: if it cannot; it is committed all the same.
+            OSError: if that fails; the attempt is committed all the same.
         """
         ...
 
     def is_published(self, attempt: Attempt) -> bool:
-        """Whether the step is there, and is this attempt.
+        """Whether the step is committed, and is this attempt.
 
         Raises:
-            OSError: if that cannot be seen.
+            OSError: if storage does not tell.
         """
         ...
 
     def abandon(self, attempt: Attempt) -> None:
-        """Removes what an attempt has written; never what is committed."""
+        """Removes the files that an attempt has written, unless it is committed."""
         ...
 
 
@@ -108,8 +108,8 @@ class RenameCommitter:
     """Commits by giving a folder its final name.
 
     Args:
-        discard: removes a folder of the root, by its name, that no reader lists.
-        mode: of the folders that are made; None: as the system makes them.
+        discard: function that removes a folder of the root that no reader lists, given its name.
+        mode: mode of the folders that are made; None: as the system makes them.
     """
 
     def __init__(self, discard: Callable[[str], None], mode: int | None = None) -> None:
@@ -122,7 +122,7 @@ class RenameCommitter:
         _make(self.folder(attempt), items, self._mode)
 
     def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
-        # The system would replace an empty folder, and what was committed is nobody's to replace.
+        # A rename would replace an empty folder, but nobody may replace what was committed.
         if is_named(attempt.path):
             raise _taken(attempt)
         folder = self.folder(attempt)
@@ -144,17 +144,18 @@ class RenameCommitter:
 class ConditionalCommitter:
     """Commits by a swap of the file that says which attempt holds the folder.
 
-    It is put there first. Who finds it put by another takes the folder over, if the root is its
-    own, by a swap: the other may still be writing, but puts no file where one is, commits no more,
-    and removes nothing. So of a commit and a takeover only one takes place.
+    An attempt puts that file first. If the file of another attempt is there, and the root is still
+    claimed, the attempt takes the folder over by a swap. The other attempt may still be writing,
+    but it puts no file where one is, and can neither commit nor remove anything. So of a commit and
+    a takeover only one takes place.
 
     Args:
-        check_claim: raises if the root was taken over.
+        check_claim: function that raises an error if the root was taken over.
     """
 
     def __init__(self, check_claim: Callable[[], None]) -> None:
         self._check_claim = check_claim
-        # Of the file of each attempt, by nonce.
+        # Version of the file of each attempt, by nonce.
         self._versions: dict[str, Any] = {}
 
     def folder(self, attempt: Attempt) -> AnyPath:
@@ -168,9 +169,11 @@ class ConditionalCommitter:
         found = store_of(note).read_version(note) if held else None
         data, version = found or (b"", None)
         if says_committed(data):
-            raise _taken(attempt)  # since it was looked at
+            raise _taken(
+                attempt
+            )  # another attempt has committed it since the look above
         if data == attempt.nonce.encode():
-            # It is taken up again, and goes on with what it has put there.
+            # This attempt is taken up again, and keeps the files that it has put there.
             self._versions[attempt.nonce] = version
             return
         try:
@@ -188,7 +191,7 @@ class ConditionalCommitter:
             raise _lost(attempt) from error
 
     def settle(self, attempt: Attempt) -> None:
-        self._versions.pop(attempt.nonce, None)  # what was written is durable
+        self._versions.pop(attempt.nonce, None)  # a put is durable at once
 
     def is_published(self, attempt: Attempt) -> bool:
         return _noted(attempt) == committed(attempt.nonce)
@@ -199,7 +202,7 @@ class ConditionalCommitter:
         note = attempt.path / names.ATTEMPT
         found = store_of(note).read_version(note)
         if found is not None and found[0] == attempt.nonce.encode():
-            # Whoever takes the folder over writes there: nothing of that is to be removed.
+            # Another attempt that takes the folder over writes there: its files must stay.
             with contextlib.suppress(FileExistsError, errors.CnrError):
                 store_of(note).swap(note, names.REMOVED, found[1])
                 _clear(attempt, [*names_in(attempt.path), names.ATTEMPT], names.REMOVED)
@@ -211,13 +214,13 @@ def committer_for(
     check_claim: Callable[[], None],
     mode: int | None = None,
 ) -> Committer:
-    """How steps of a root are committed: by a rename where its store can, else by a file.
+    """Committer of a root: commits by a rename where its store has renames, else by a file.
 
     Args:
-        root: that holds the steps.
-        discard: removes a folder of the root that no reader lists.
-        check_claim: raises if the root was taken over by another writer.
-        mode: of the folders that are made; None: as the system makes them.
+        root: root that holds the steps.
+        discard: function that removes a folder of the root that no reader lists, given its name.
+        check_claim: function that raises an error if another writer has taken over the root.
+        mode: mode of the folders that are made; None: as the system makes them.
     """
     if can(root).renames:
         return RenameCommitter(discard, mode)
@@ -225,19 +228,19 @@ def committer_for(
 
 
 def _noted(attempt: Attempt) -> bytes:
-    """Which attempt holds the folder, as the file there says; of nothing if there is none."""
+    """Contents of the file that says which attempt holds the folder; empty if there is none."""
     note = attempt.path / names.ATTEMPT
     found = store_of(note).read_version(note)
     return b"" if found is None else found[0]
 
 
 def _clear(attempt: Attempt, held: Collection[str], noted: bytes) -> None:
-    """Removes what lies in the folder as long as it is noted so who has it.
+    """Removes names from the folder of an attempt, as long as its note there reads `noted`.
 
-    The file that notes it stays, unless it is named too: it goes last.
+    The note itself stays, except if `noted` says that the folder is removed: then it goes last.
 
     Raises:
-        CnrError: if somebody else has taken it over.
+        CnrError: if another attempt has taken the folder over.
     """
     for name in sorted(held, key=lambda name: name == names.ATTEMPT):
         if name == names.ATTEMPT and noted != names.REMOVED:
@@ -249,7 +252,7 @@ def _clear(attempt: Attempt, held: Collection[str], noted: bytes) -> None:
 
 
 def _lost(attempt: Attempt) -> errors.CnrError:
-    """The error that says that another attempt has the folder, or has committed the step."""
+    """Error that says that another attempt holds the folder, or has committed the step."""
     found = _noted(attempt)
     if says_committed(found):
         return _taken(attempt)
@@ -263,8 +266,8 @@ def _lost(attempt: Attempt) -> errors.CnrError:
 
 
 def _temporary(attempt: Attempt) -> str:
-    """The name of the folder of an attempt; of digits behind, since others read it too."""
-    # Of all of the nonce: those of one run begin alike.
+    """Name of the folder of an attempt; ends in digits, as other programs expect of such names."""
+    # The hash is of the whole nonce, since the nonces of one run begin alike.
     number = int(hashlib.sha256(attempt.nonce.encode()).hexdigest()[:12], 16)
     return f"{attempt.directory}{names.TEMPORARY_SUFFIX}-{number}"
 

@@ -1,7 +1,7 @@
-"""Which folders of a step are items of this library, and which of these is the state.
+"""Items of steps: which folders this library wrote, and which of them holds the state.
 
-Anybody may leave copies of an item beside it: what Orbax noted of a step, and what the other steps
-hold, tells which is which.
+Anybody may leave copies of an item beside it. The note of Orbax in a step, and the items of the
+other steps, tell which is which.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.step import uuid_of_step
 from cnr_jax.repository.store import AnyPath, exists
 
-# Steps that are asked for their items, the newest: a root may have thousands.
+# The newest steps, so many, are asked for their items: a root may have thousands of steps.
 _ASKED = 8
-# As Orbax calls the item of a step that was saved as nothing else.
+# Name that Orbax gives to an item which is saved without one.
 _DEFAULT = "default"
 
 
 def find_item(root: AnyPath) -> str | None:
-    """The item of a root's steps that holds a checkpoint of this library, if any does.
+    """Name of the item that holds the checkpoints of this library in a root; None if none does.
 
-    The one that most of the newest steps have; of several, rather `default`, or what Orbax noted
-    of the newest of these. Rather one that holds a manifest than one that holds other files
-    alone.
+    It is the item that most of the newest steps have. Of several such items it is `default`, or
+    else one that Orbax noted in the newest step. An item that holds a manifest goes before one that
+    holds only other files. If the catalogue knows a step of the root, its item is taken.
 
     Raises:
         OSError: if the root, or the newest steps in it, cannot be seen or listed.
@@ -47,7 +47,7 @@ def find_item(root: AnyPath) -> str | None:
         except OSError:
             if not found:
                 raise
-            continue  # those that can be seen tell
+            continue  # the steps that can be listed are enough
         if held:
             found.append((root / name, [path.name for path in held]))
         elif not found:
@@ -67,19 +67,18 @@ def find_item(root: AnyPath) -> str | None:
 def items_of(
     root: AnyPath, steps: Iterable[str], main: str | None
 ) -> dict[str, list[str]]:
-    """By step, the items that this library wrote, without copies that somebody left beside them.
+    """Names of the items of each step that this library wrote, without copies beside them.
 
-    A copy is in fewer steps than the main item, and is none that Orbax noted of its step, where it
-    noted another one that is there; or, where it noted none, it is the same checkpoint as the main
-    item.
+    A copy is in fewer steps than the main item. If Orbax noted items of the step that are there, it
+    is none of those. If Orbax noted none of them, it is the same checkpoint as the main item.
 
     Args:
-        root: holds the steps.
-        steps: the step directories.
-        main: the item that holds the state, or is asked for. None: not known.
+        root: root that holds the steps.
+        steps: names of the step directories.
+        main: name of the item that holds the state, or that the user asks for. None: not known.
 
     Raises:
-        OSError: if they cannot be seen or listed.
+        OSError: if the steps cannot be seen or listed.
     """
     own = {
         step: [path.name for path in folders_in(root / step) if is_own_item(path)]
@@ -100,7 +99,7 @@ def items_of(
 def _is_copy(
     root: AnyPath, step: str, items: list[str], name: str, main: str | None
 ) -> bool:
-    """Whether an item that few steps have is a copy of another one of its step."""
+    """Whether an item that few steps have is a copy of another item of its step."""
     noted = items_of_orbax(root / step)
     if not noted.isdisjoint(items):
         return name not in noted

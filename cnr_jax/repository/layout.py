@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: what a root may be, and which step and item in it."""
+"""Layout of roots: what a root may be, and where the steps and items in it lie."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from cnr_jax.repository.store import (
     store_of,
 )
 
-# As Orbax names steps, unless a format of the user's own does.
+# Names that Orbax gives to steps, unless the user sets a format.
 _STEP_NAME = re.compile(r"(?:(.+)_)?([0-9]+)")
-# pathlib makes `s3:/bucket` of `s3://bucket`; of a scheme that nobody would call a folder by.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# As other programs call buckets: Hadoop, Spark and fsspec.
+# Schemes of buckets in other programs, such as Hadoop, Spark and fsspec.
 _CALLED_OTHERWISE = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "s3": "s3", "gs": "gs"}
+# pathlib makes `s3:/bucket` of `s3://bucket`. Only schemes that nobody would name a folder by.
 _CUT_SCHEME = re.compile(
     r"(gs|gcs|s3[an]?|az|abfss?|hdfs|https?|file|ftp):/", re.IGNORECASE
 )
@@ -40,7 +40,7 @@ class Place:
     """Where an item of a step lies, or will lie once it is committed.
 
     Attributes:
-        root: holds the step directories.
+        root: root that holds the step directories.
         directory: name of the step directory.
         item: name of the item's directory in it.
     """
@@ -56,10 +56,10 @@ class Place:
 
 
 def open_root(root: str | os.PathLike[str]) -> epath.Path:
-    """The path of a root as a user names it: absolute if local, as it is if `gs://` or `s3://`.
+    """Path of a root that a user names: made absolute if local, unchanged if `gs://` or `s3://`.
 
-    Every function that takes a root makes its path here, and nothing else decides where that is:
-    made absolute like a local path, a URL is a folder of its name below the current directory.
+    Every function that takes a root makes its path here, and nothing else decides where the root
+    is. A URL that is made absolute like a local path would be a folder below the current directory.
 
     Args:
         root: a local path, a `file://` URL of this machine, or a `gs://` or `s3://` URL.
@@ -108,9 +108,9 @@ def open_root(root: str | os.PathLike[str]) -> epath.Path:
 
 
 def lies_in(path: AnyPath, root: AnyPath) -> bool:
-    """Whether a path, as `open_root` makes them, is a root or is below it; through links too.
+    """Whether a path from `open_root` is a root, or lies below it; links are followed.
 
-    Nothing need be at either.
+    Neither of the two need exist.
 
     Example:
         >>> lies_in(open_root("/ckpt/a/b"), open_root("file:///ckpt/a"))
@@ -121,7 +121,7 @@ def lies_in(path: AnyPath, root: AnyPath) -> bool:
 
 
 def _path_of(url: str) -> str:
-    """The local path that a `file://` URL stands for."""
+    """Local path that a `file://` URL stands for."""
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError as error:
@@ -143,7 +143,7 @@ def _path_of(url: str) -> str:
 
 
 def _local(text: str, given: str) -> epath.Path:
-    """The absolute path of a local root that all who write below it call the same."""
+    """Absolute path of a local root that Orbax, TensorStore and this library all read alike."""
     if not text:
         raise errors.OptionError(
             f"{given!r} is no root: it is empty\n  hint: '.' is the current folder"
@@ -152,7 +152,7 @@ def _local(text: str, given: str) -> epath.Path:
     if "\0" in text:
         why = "no path holds a NUL"
     elif "\\" in text:
-        # Rows would go to another folder than manifests, without an error.
+        # Without an error, rows would go to another folder than manifests.
         why = "TensorStore takes a backslash for a slash"
     elif any("\ud800" <= letter <= "\udfff" for letter in text):
         why = "TensorStore takes only paths of UTF-8"
@@ -167,7 +167,7 @@ def _local(text: str, given: str) -> epath.Path:
 
 
 def _at_home(text: str) -> str:
-    """A local path, `~` and `~user` in it replaced as a shell does."""
+    """Local path in which `~` and `~user` are replaced as a shell does."""
     found = os.path.expanduser(text)
     if found.startswith("~"):
         raise errors.OptionError(
@@ -178,14 +178,15 @@ def _at_home(text: str) -> str:
 
 
 def check_is_root(root: AnyPath) -> None:
-    """Checks that a root is not a step of another one.
+    """Checks that a root is not a step of another root, nor an item of such a step.
 
     Raises:
-        OptionError: if it is, or an item of such a step.
-        OSError: if that cannot be seen.
+        OptionError: if it is.
+        OSError: if storage does not tell.
     """
-    # Files in each step tell: a root costs some looks, however many steps it has. In a bucket its
-    # listing answers them: who may not list all may not ask for what is not there.
+    # Files that each step has tell it from a root, in a few looks, however many steps a root has.
+    # In a bucket one listing answers these: without the right to list, a program may not even ask
+    # for objects that are not there.
     with asking_once():
         if not is_directory(root):
             return
@@ -208,26 +209,26 @@ def check_is_root(root: AnyPath) -> None:
 
 
 def _has_files_of_step(path: AnyPath) -> bool:
-    """Whether a folder has what lies in that of a step; parts of it may be gone."""
+    """Whether a folder has a file that lies in the folder of each step; others may be gone."""
     return any(exists(path / name) for name in names.OF_STEP)
 
 
 def check_is_no_file(root: AnyPath) -> None:
-    """Checks that a root that is to be made can be: nothing but folders are in its path.
+    """Checks that a root can be made: that nothing but folders are in its path.
 
     Raises:
-        OptionError: if something else is, or the package that reads its store is not installed.
-        OSError: if that cannot be seen.
+        OptionError: if a file is there, or the package that reads its store is not installed.
+        OSError: if storage does not tell.
     """
     store_of(root).check_usable(root)
 
 
 def check_is_free(root: AnyPath, directory: str) -> None:
-    """Checks that no file is where Orbax makes the folder of a save: it would delete it.
+    """Checks that no file is where Orbax makes the folder of a save: Orbax would delete the file.
 
     Raises:
         DependentsExistError: if there is one.
-        OSError: if that cannot be seen.
+        OSError: if storage does not tell.
     """
     path = root / f"{directory}{names.TEMPORARY_SUFFIX}"
     if can(root).renames and exists(path) and not is_directory(path):
@@ -255,16 +256,16 @@ def check_is_there(root: AnyPath) -> None:
 
 
 def check_can_be_read(root: AnyPath, item: str | None = None) -> None:
-    """Checks that a root that is to be read is one: a folder, there, and no step of another root.
+    """Checks that a root can be read: that it is a folder, exists, and is no step of another root.
 
     Args:
-        root: to be read.
-        item: of its steps, as a user names it; None: not named.
+        root: root to be read.
+        item: name of the item of its steps, as the user gave it; None: none was given.
 
     Raises:
         NoStepError: if there is no such folder.
-        OptionError: if it is a file, or a step, or an item is not the name of one folder.
-        OSError: if that cannot be seen.
+        OptionError: if it is a file, or a step, or `item` is not the name of one folder.
+        OSError: if storage does not tell.
     """
     if item is not None and not (isinstance(item, str) and names.is_component(item)):
         raise errors.OptionError(
@@ -285,9 +286,9 @@ def step_directories(
     """Names of the directories below a root that may be committed steps, sorted.
 
     Args:
-        root: to be looked through.
-        is_step: tells names of step directories; None: all that end in a digit.
-        known: names that were found to be such before; they are not looked at again.
+        root: root that is listed.
+        is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
+        known: names that were found before; they are not looked at again.
     """
     wanted = is_step or names.may_be_step
     found = store_of(root).folders_in(root, names.may_be_step, known)
@@ -295,9 +296,9 @@ def step_directories(
 
 
 def beside(root: AnyPath) -> dict[str, tuple[str, ...]]:
-    """What lies in a root beside its steps, as `names.beside` sorts it; files are none of it.
+    """Names of the folders that lie in a root beside its steps, as `names.beside` sorts them.
 
-    Links that lead to no file count: steps may be links, and keep to be when they are renamed.
+    A link counts unless it leads to a file: steps may be links, and stay links when renamed.
 
     Raises:
         OSError: if the root cannot be listed.
@@ -306,7 +307,7 @@ def beside(root: AnyPath) -> dict[str, tuple[str, ...]]:
 
 
 def _may_be_folder(root: AnyPath, name: str) -> bool:
-    """Whether what a name says of a folder can be so; looks only where the name says anything."""
+    """Whether a name is that of a special folder, and no file has it; looks only at such names."""
     if names.kind_of_folder(name) is None:
         return False
     path = root / name
@@ -316,7 +317,7 @@ def _may_be_folder(root: AnyPath, name: str) -> bool:
 
 
 def hint_of_names(others: Collection[str]) -> str:
-    """Which options list step directories of such names; empty for none."""
+    """Hint that names the options with which a manager lists these directories; empty for none."""
     if not others:
         return ""
     newest = max(others, key=names.step_number)
@@ -327,7 +328,7 @@ def hint_of_names(others: Collection[str]) -> str:
 
 
 def options_of_names(directories: Collection[str]) -> str:
-    """Options of Orbax by which a manager names step directories so, as arguments.
+    """Text of the arguments with which Orbax's options name step directories like these.
 
     Example:
         >>> options_of_names(["ck_0012", "ck_0013"]), options_of_names(["12"])

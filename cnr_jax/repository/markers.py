@@ -1,9 +1,9 @@
-"""What commits a step where folders cannot be renamed, and what tells plain Orbax of it.
+"""Marker files: they commit a step where folders cannot be renamed, and show it to plain Orbax.
 
-A file of this library in the folder of a step names the attempt that holds it, and says whether
-that has committed the step. Orbax's own file follows: it lists the steps that have that one. Where
-the first does not commit, as in older roots and where nothing is put under a condition, the second
-one does.
+A file of this library in the folder of a step names the attempt that holds the folder, and says
+whether the attempt has committed the step. Orbax's own file follows: Orbax lists the steps that
+have it. If the first file does not commit, as in older roots and in stores without conditions,
+Orbax's file does.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from cnr_jax.format import names
 from cnr_jax.repository.store import AnyPath, exists, read_all, store_of
 
 _COMMITTED = b" committed"
-# Orbax's file where ours commits. Who puts it may have slept until the step was removed.
+# Contents of Orbax's file where ours commits. It must not commit by itself: the thread that puts it
+# may have slept until the step was removed.
 _FOLLOWS = names.ATTEMPT.encode()
-# Steps that are hidden at a time.
+# Steps that are hidden from Orbax at the same time.
 _AT_ONCE = 16
 
 
 def committed(nonce: str) -> bytes:
-    """What the file of an attempt holds once that is committed.
+    """Contents of the file of an attempt once the attempt is committed.
 
     Example:
         >>> says_committed(committed("00ff")), says_committed(b"00ff")
@@ -32,27 +33,27 @@ def committed(nonce: str) -> bytes:
 
 
 def says_committed(attempt: bytes) -> bool:
-    """Whether the file of an attempt says that it is committed."""
+    """Whether contents of the file of an attempt say that the attempt is committed."""
     return attempt.endswith(_COMMITTED)
 
 
 def is_committed(step: AnyPath, held: Collection[str] | None = None) -> bool:
-    """Whether a folder is that of a committed step; for stores that cannot rename it.
+    """Whether a folder holds a committed step; for stores that cannot rename folders.
 
     Args:
-        step: the folder.
-        held: names of what it holds; None: not known.
+        step: path of the folder.
+        held: names of what the folder holds; None: not known.
 
     Raises:
-        OSError: if that cannot be seen.
+        OSError: if storage does not tell.
     """
-    # The likelier one first: each look is a request.
+    # The likelier file is read first, as each look is a request.
     found = (m for m in names.MARKERS if held is None or m in held)
     return any(_commits(step / marker) for marker in found)
 
 
 def _commits(marker: AnyPath) -> bool:
-    """Whether one of the two files is there and commits its step."""
+    """Whether one of the two marker files is there, and commits its step."""
     try:
         data = read_all(marker)
     except FileNotFoundError:
@@ -64,23 +65,24 @@ def is_shown(step: AnyPath) -> bool:
     """Whether plain Orbax lists a committed step.
 
     Raises:
-        OSError: if that cannot be seen.
+        OSError: if storage does not tell.
     """
     return exists(step / names.ORBAX_COMMITTED)
 
 
 def show_alone(root: AnyPath, directory: str, left: Collection[str]) -> None:
-    """Has plain Orbax list a committed step, and none of those that it leaves behind.
+    """Makes plain Orbax list a committed step, and none of the steps that it leaves behind.
 
-    Those first: rather neither of two steps of a number than the wrong one.
+    The latter are hidden first: Orbax had better list neither of two steps with one number than the
+    wrong one.
 
     Args:
-        root: holds the steps.
-        directory: of the step.
-        left: directories of the others.
+        root: root that holds the steps.
+        directory: name of the step's directory.
+        left: names of the directories of the steps that it leaves behind.
 
     Raises:
-        OSError: if that cannot be stored.
+        OSError: if a marker file cannot be written or removed.
     """
     with ThreadPoolExecutor(_AT_ONCE, "cnr_hide") as pool:
         list(pool.map(_hide, (root / name for name in left)))
@@ -89,12 +91,12 @@ def show_alone(root: AnyPath, directory: str, left: Collection[str]) -> None:
 
 
 def _hide(step: AnyPath) -> None:
-    """Has plain Orbax not list a committed step, which stays committed."""
+    """Hides a committed step from plain Orbax; the step stays committed."""
     own, shown = (step / marker for marker in names.MARKERS)
     if not exists(shown):
         return
     if not _commits(own):
-        # Of a folder that was copied here, or was made by an older version.
+        # The folder was copied here, or made by an older version: only Orbax's file commits it.
         nonce = read_all(shown).decode(errors="replace")
         store_of(own).write(own, committed(nonce), replaces=True)
     store_of(shown).remove_file(shown)

@@ -1,10 +1,11 @@
-"""The manifests of a checkpoint and of the chain it rests on, read and checked, without arrays.
+"""Manifests of a checkpoint, read and checked, without its arrays.
 
-Nothing is believed before its digest was compared: `manifest.json` carries its own digest and
-names those of the process manifests and dense files, these name the checksums of the arrays.
+No file is believed before its digest was compared. `manifest.json` carries its own digest, and
+names those of the process manifests and dense files. The process manifests name the checksums of
+the arrays.
 
-A parent is named by directory and uuid. Following the names backwards ends at a full checkpoint,
-or with an error that shows the chain and says what to restore instead.
+A manifest names its parent by directory and uuid, so that another step in that directory is not
+taken for the parent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from cnr_jax.repository.store.checked import (
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
-    """The manifest of a checkpoint item.
+    """Reads the manifest of a checkpoint item.
 
     Raises:
         IntegrityError: if there is none, or it cannot be read.
@@ -69,10 +70,10 @@ def read_manifest(directory: AnyPath) -> Manifest:
 
 
 def read_committed(root: AnyPath, directory: str, item: str) -> Manifest:
-    """The manifest of a step that is committed.
+    """Reads the manifest of a committed step.
 
-    Where directories cannot be renamed, one that holds a manifest need not be: a run may have
-    been killed right before the file that commits it was written.
+    Where directories cannot be renamed, a step with a manifest need not be committed: the run may
+    have been killed right before it wrote the file that commits the step.
 
     Raises:
         IntegrityError: if it is missing, or the step is not committed.
@@ -84,10 +85,10 @@ def read_committed(root: AnyPath, directory: str, item: str) -> Manifest:
 
 
 def check_committed(root: AnyPath, directory: str) -> None:
-    """Checks that a step is committed; one that is renamed for it always is.
+    """Checks that a step is committed; where a rename commits steps, each step is.
 
     Raises:
-        IntegrityError: if not.
+        IntegrityError: if it is not.
     """
     commit = root / directory / names.ATTEMPT
     if not can(root).renames and not is_committed(root / directory):
@@ -99,14 +100,14 @@ def check_committed(root: AnyPath, directory: str) -> None:
 
 
 def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "nothing"]:
-    """What a folder that is called like a step holds, where that can be told; else "step".
+    """What a folder with the name of a step holds; "step" where that cannot be told.
 
-    An attempt that is not committed is being written, or was killed: where attempts hold folders,
-    and where a save has a name of its own. Some stores list folders for a while in which nothing
-    is any more.
+    "attempt": a save that is being written or was killed, as the file of an attempt or the name of
+    a branched step shows. "nothing": some stores list folders for a while after all files in them
+    are gone.
 
     Raises:
-        OSError: if that cannot be seen.
+        OSError: if storage does not tell.
     """
     step = root / directory
     if can(root).renames or is_committed(step):
@@ -122,10 +123,10 @@ def what_is_in(root: AnyPath, directory: str) -> Literal["step", "attempt", "not
 def sorted_out(
     root: AnyPath, directories: Iterable[str]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Of folders that are called like steps those that may be some, and those of attempts.
+    """Sorts folders with names of steps into those that may be steps, and those of attempts.
 
     Raises:
-        OSError: if that cannot be seen.
+        OSError: if storage does not tell.
     """
     found = {name: what_is_in(root, name) for name in directories}
     steps = [name for name, what in found.items() if what == "step"]
@@ -133,7 +134,7 @@ def sorted_out(
 
 
 def read_step(root: AnyPath, directory: str, item: str) -> Manifest:
-    """The manifest of a step, which must be that of the step whose directory it is in.
+    """Reads the manifest of a step, and checks that its number is that in the directory's name.
 
     Raises:
         IntegrityError: if it is missing, not committed, or of another step.
@@ -154,7 +155,7 @@ def read_step(root: AnyPath, directory: str, item: str) -> Manifest:
 
 
 def uuid_of_step(root: AnyPath, directory: str, item: str) -> str | None:
-    """Which checkpoint a step is; None if it cannot be told."""
+    """Uuid of the checkpoint of a step; None if its manifest cannot be read."""
     try:
         return read_step(root, directory, item).uuid
     except (errors.CnrError, OSError):
@@ -162,16 +163,16 @@ def uuid_of_step(root: AnyPath, directory: str, item: str) -> str | None:
 
 
 def is_same_step(root: AnyPath, directory: str, item: str, uuid: str | None) -> bool:
-    """Whether a step that failed to be read is still there, so that it is the step that is wrong.
+    """Whether a step that could not be read is still there, so that the step itself is damaged.
 
-    Retention and rollbacks give a step another name before anything of it is deleted, and those
-    that rest on it before it; where nothing can be renamed, what commits it is deleted first.
+    Retention and rollbacks rename a step before any file of it is deleted, and the steps that rest
+    on it before that. Where nothing can be renamed, the file that commits it is deleted first.
 
     Args:
-        root: holds the steps.
-        directory: of the step; empty: there is none.
-        item: of it.
-        uuid: of the checkpoint that it was; None: not known.
+        root: root that holds the steps.
+        directory: name of the step's directory; empty: there is none.
+        item: name of its item.
+        uuid: uuid of the checkpoint that it was; None: not known.
     """
     try:
         if not (directory and is_directory(root / directory)):
@@ -184,16 +185,16 @@ def is_same_step(root: AnyPath, directory: str, item: str, uuid: str | None) -> 
         return True
 
 
-# How often the newest step is chosen again, where each was taken away while it was read.
+# How often a reader chooses the newest step again if that was removed while it was being read.
 TRIES = 10
 
 
 def deleted_step(root: AnyPath, step: object) -> errors.NoStepError:
-    """The error for a step that was in a root, and is not any more.
+    """Error for a step that was in a root, and is there no longer.
 
     Args:
-        root: held it.
-        step: its number, or the name of its directory.
+        root: root that held the step.
+        step: number of the step, or the name of its directory.
     """
     return errors.NoStepError(
         f"step {step} is not in {os.fspath(root)} any more\n"
@@ -205,7 +206,7 @@ def deleted_step(root: AnyPath, step: object) -> errors.NoStepError:
 
 
 def read_process(directory: AnyPath, manifest: Manifest, index: int) -> ProcessManifest:
-    """The manifest of one process of a checkpoint item.
+    """Reads the manifest of one process of a checkpoint item.
 
     Raises:
         IntegrityError: if it is missing or damaged.
@@ -229,11 +230,11 @@ def read_process(directory: AnyPath, manifest: Manifest, index: int) -> ProcessM
 def read_processes(
     directory: AnyPath, manifest: Manifest
 ) -> tuple[ProcessManifest, ...]:
-    """The manifests of all processes of a checkpoint item, which must hold all that it is of.
+    """Reads the manifests of all processes of a checkpoint item, and checks that no row is missing.
 
     Raises:
-        IntegrityError: if one is missing or damaged, or rows of a full checkpoint are lacking:
-            they would restore as zeros.
+        IntegrityError: if one is missing or damaged, or a full checkpoint lacks rows, which would
+            restore as zeros.
         ManifestError: if one breaks the format's rules or is of another checkpoint, or their
             tiles do not cover the tables.
     """
@@ -257,12 +258,12 @@ def read_processes(
 
 
 class StepFiles(NamedTuple):
-    """The files that a checkpoint item has beside `manifest.json`, with their sizes in bytes.
+    """Files that a checkpoint item has beside `manifest.json`: paths, and sizes in bytes.
 
     Attributes:
-        rows: manifests of processes, and chunks of rows: what rests on the step needs them too.
-        dense: of dense leaves.
-        told: `zarr.json` of arrays, for other programs: a restore goes by the manifests.
+        rows: manifests of processes, and chunks of rows. Steps that rest on this one need them too.
+        dense: files of dense leaves.
+        told: `zarr.json` of arrays, which only other programs read: a restore goes by manifests.
     """
 
     rows: tuple[tuple[str, int], ...]
@@ -271,19 +272,19 @@ class StepFiles(NamedTuple):
 
     @property
     def paths(self) -> set[str]:
-        """Of all of them, below the item."""
+        """Paths of all files, below the item."""
         return {path for files in self for path, _ in files}
 
 
 def files_of(manifest: Manifest, processes: Sequence[ProcessManifest]) -> StepFiles:
-    """The files that a checkpoint item must have, whoever has written its dense leaves.
+    """Files that a checkpoint item must have, whoever has written its dense leaves.
 
     Args:
-        manifest: of the item.
-        processes: whose manifests are known; nobody knows the files of others.
+        manifest: manifest of the item.
+        processes: process manifests that are known. The files of other processes are left out.
 
     Raises:
-        FormatError: if an array is of a dtype that is not known.
+        FormatError: if an array has a dtype that is not known.
     """
     rows = [(digest.path, digest.bytes) for digest in manifest.processes]
     dense = [(digest.path, digest.bytes) for digest in manifest.dense_files]
@@ -306,18 +307,18 @@ def check_dense(
     manifest: Manifest,
     processes: Sequence[ProcessManifest] | None,
 ) -> None:
-    """Checks that all dense leaves of a checkpoint item are stored, as its manifests tell.
+    """Checks that all dense leaves of a checkpoint item are stored, by its manifests.
 
-    That is no business of a step that rests on it: dense leaves come from the restored one alone.
+    Only a restore of this step needs that: steps that rest on it have dense leaves of their own.
 
     Args:
-        directory: of the item.
-        manifest: of it.
-        processes: all of them; None: not known, and so no tiles are looked at.
+        directory: directory of the item.
+        manifest: manifest of the item.
+        processes: manifests of all processes; None: not known, so tiles are not checked.
 
     Raises:
-        ManifestError: if tiles do not cover them.
-        IntegrityError: if Orbax, where it has written them, has not come to its end.
+        ManifestError: if tiles do not cover the dense leaves.
+        IntegrityError: if Orbax has written the dense leaves, but has not finished.
     """
     if not manifest.has_dense_tiles:
         check_dense_index(manifest, directory)
@@ -328,10 +329,11 @@ def check_dense(
 def check_dense_tiles(
     directory: AnyPath, manifest: Manifest, processes: Sequence[ProcessManifest]
 ) -> None:
-    """Checks that tiles cover the dense leaves of a checkpoint item.
+    """Checks that tiles cover the dense leaves of a checkpoint item, with elements of their size.
 
     Raises:
-        ManifestError: if they do not.
+        ManifestError: if they do not cover them.
+        FormatError: if the elements of a tile have another size than the leaf's dtype.
     """
     tiles = [tile for each in processes for tile in each.dense_tiles]
     check_dense_cover(manifest.dense_leaves, tiles, os.fspath(directory))
