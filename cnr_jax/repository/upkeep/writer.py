@@ -47,7 +47,7 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 # How long a manager that takes a root over waits for the manager before it to notice.
 HAND_OVER_SECS = 60.0
-# Stands in `_writing` for a save that is being planned, and has no uuid yet.
+# Stands in `_writing` for a save that is being planned, and has not begun.
 _PLANNED = "planned"
 
 
