@@ -1,10 +1,10 @@
-"""The catalogue of a root: what its steps are, in one object, where each look is a request.
+"""The catalogue of a root: one object that describes its steps, for stores where a look costs.
 
-It is advice, and only ever of a part of the steps: who finds another one in the root reads that
-one. What it says of a step must be right as long as the folder of that step is there. So it says
-under which `epoch` of the claim it was written, and is nothing under any other: the writer draws a
-new one when it claims the root, and before it removes a step or uses the name of one again. A
-catalogue that is old, or of another root, is then known by the claim, which is read anyway.
+The catalogue is advice, and may lack steps: a manager that finds another step in the root reads
+that one itself. What it says of a step must hold as long as the folder of that step exists. So it
+names the `epoch` of the claim under which it was written, and counts under no other. The writer
+draws a new epoch when it claims the root, and before it removes a step or uses a name again. The
+claim, which is read anyway, therefore gives away a catalogue that is old or of another root.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _FORMAT = "cnr_jax catalogue"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """What a manager is told of a step beside its state.
+    """Facts about a step beside its state, as the catalogue keeps them.
 
     Attributes:
-        unix_secs: when it was committed.
-        metrics: that it was saved with, as JSON has them; None: none.
+        unix_secs: Unix time of the commit, in seconds.
+        metrics: metrics that the step was saved with, as JSON; None if there are none.
     """
 
     unix_secs: float
@@ -52,13 +52,13 @@ class Noted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """What is known of some steps of a root, or of none.
+    """Catalogue of some steps of a root, or of none.
 
     Attributes:
-        epoch: of the claim; empty: there is none.
-        item: that holds their state.
-        entries: by directory; the newest has its manifest.
-        noted: by directory, where it is known.
+        epoch: epoch of the claim; empty if there is none.
+        item: name of the item that holds the state of the steps.
+        entries: entries by directory; that of the newest step has its manifest.
+        noted: facts by directory, for the steps where they are known.
     """
 
     epoch: str = ""
@@ -68,7 +68,7 @@ class Catalogue:
 
 
 def read(root: AnyPath) -> Catalogue:
-    """The catalogue of a root, which tells of no step where it is not right, or not needed."""
+    """Reads the catalogue of a root; it lists no steps if it is out of date, or not needed."""
     found = Catalogue()
     if not can(root).conditions:
         return found
@@ -88,7 +88,7 @@ def read(root: AnyPath) -> Catalogue:
 def dumped(
     item: str, epoch: str, entries: Iterable[Entry], noted: Mapping[str, Noted]
 ) -> bytes:
-    """What is to be stored of committed steps of this library."""
+    """Bytes of a catalogue of these committed steps, which this library saved."""
     digests: dict[int, str] = {}
     steps: dict[str, Any] = {}
     newest: Manifest | None = None
@@ -112,7 +112,7 @@ def _document(
 ) -> dict[str, Any]:
     summary, manifest = entry.summary, entry.manifest
     if manifest is not None:
-        # Steps of a run mostly have theirs from one object.
+        # The steps of a run mostly share one `tables` object, so it is digested once.
         known = id(manifest.tables)
         if known not in digests:
             digests[known] = tables_digest(manifest)
@@ -136,14 +136,14 @@ def _document(
         try:
             json_text(noted.metrics)
         except (TypeError, ValueError):
-            return document  # no number of JSON: read where it is stored
+            return document  # JSON cannot hold the metrics: readers take them from the step
         document["noted"] = to_json(noted)
     return document
 
 
-@functools.lru_cache(maxsize=1)  # asked for by turns while a root is opened
+@functools.lru_cache(maxsize=1)  # several callers ask for it while a root is opened
 def _parsed(data: bytes, epoch: str) -> Catalogue | None:
-    """A catalogue, if it was written under this epoch.
+    """Parses a catalogue; None if it was written under another epoch.
 
     Raises:
         FormatError: if it is damaged, or of a newer version.

@@ -1,6 +1,6 @@
-"""Which checkpoints rest on which, what that comes to, and what is wrong with them.
+"""Which checkpoints rest on which, how long the chains are, and what is wrong with them.
 
-Pure, without disk: whoever looks at a root tells what it has seen, and asks.
+Pure, without disk: a caller that reads a root notes here what it found, and then asks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cnr_jax.repository.index.folders import Folder
 
 
 class Flaw(NamedTuple):
-    """What keeps a checkpoint from resting on the parent that it names.
+    """Reason why a checkpoint cannot rest on the parent that it names.
 
     Attributes:
-        kind: stable identifier.
-        text: in a line.
+        kind: stable identifier of the reason.
+        text: the reason in one line.
     """
 
     kind: Literal[
@@ -42,12 +42,12 @@ class Flaw(NamedTuple):
 
 
 class Harm(NamedTuple):
-    """What was found wrong with the files of a checkpoint.
+    """Damage that was found in the files of a checkpoint.
 
     Attributes:
-        reason: in a line.
-        itself_alone: it cannot be restored itself, but others can rest on it.
-        unread: storage failed to read it, as it may do once and not again.
+        reason: what is wrong, in one line.
+        itself_alone: whether only the checkpoint itself is lost, and others can still rest on it.
+        unread: whether storage failed to read it, which may pass.
     """
 
     reason: str
@@ -56,13 +56,13 @@ class Harm(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What the chain of an entry comes to.
+    """Sums over the chain of an entry.
 
     Attributes:
-        depth: entries in it, itself included.
-        rooted: it leads to one without a parent.
-        whole: it does so without damage, and without a save that is being written.
-        rows_bytes: of all of it.
+        depth: number of entries in the chain, the entry itself included.
+        rooted: whether the chain leads to an entry without a parent.
+        whole: whether it is rooted, has no damage, and contains no save that is being written.
+        rows_bytes: bytes of the rows of the whole chain.
     """
 
     depth: int
@@ -71,7 +71,7 @@ class Standing(NamedTuple):
     rows_bytes: int
 
     def with_child(self, entry: Entry, *, sound: bool) -> Standing:
-        """What the chain comes to with one more entry, which may be all of it."""
+        """Standing of the chain with one more entry, which may be its first."""
         return Standing(
             depth=self.depth + 1,
             rooted=self.rooted or entry.stands_alone,
@@ -87,16 +87,16 @@ NOWHERE = Standing(depth=0, rooted=False, whole=False, rows_bytes=0)
 
 @dataclasses.dataclass(slots=True)
 class Derived:
-    """What follows from the entries and the known damage, by one pass over them.
+    """Answers derived from the entries and the known damage in one pass over them.
 
     Attributes:
-        version: of the chains, when the pass began.
-        committed: newest last.
-        restorable: newest last.
+        version: version of the chains when the pass began.
+        committed: committed entries, newest last.
+        restorable: entries that can be restored, newest last.
         by_step: entries of each step, mostly one.
         children: directories of the entries that rest on an entry, by its directory.
-        wanted: directories of parents that are not there, or were not.
-        standing: of all entries, by directory.
+        wanted: directories of parents that are missing, or were missing once.
+        standing: standing of every entry, by directory.
     """
 
     version: int
@@ -108,18 +108,18 @@ class Derived:
     standing: dict[str, Standing]
 
     def grow(self, entry: Entry, above: Entry | None, *, sound: bool) -> bool:
-        """Takes in an entry, if no other rests on it and none that is committed is newer.
+        """Adds an entry, if no other rests on it and no committed one is newer.
 
-        Saves add such an entry, and take it away again: a pass for each would cost more than
-        all else that a save does in a root of thousands.
+        Each save adds such an entry and drops it again. In a root of thousands of steps, a full
+        pass for each would cost more than all else that a save does.
 
         Args:
-            entry: of a directory that has none.
-            above: its parent, if it is known.
+            entry: entry of a directory that has none yet.
+            above: its parent, if that is known.
             sound: whether it is committed and free of damage.
 
         Returns:
-            Whether that is all that changes.
+            Whether nothing else changes; if False, the entry was not added.
         """
         newest = self.committed[-1] if self.committed else entry
         is_older = order(entry) < order(newest)
@@ -141,10 +141,10 @@ class Derived:
         return True
 
     def shrink(self, entry: Entry, above: Entry | None) -> bool:
-        """Drops an entry, if no other rests on it and none that is committed is newer.
+        """Drops an entry, if no other rests on it and no committed one is newer.
 
         Returns:
-            Whether that is all that changes.
+            Whether nothing else changes; if False, the entry was not dropped.
         """
         if self.children.get(entry.directory):
             return False
@@ -167,13 +167,13 @@ def _derive(
     is_sound: Callable[[Entry, Entry | None], bool],
     is_harmed: Callable[[Entry], object],
 ) -> Derived:
-    """What follows from all entries.
+    """Derives the answers from all entries.
 
     Args:
-        version: of the chains.
-        entries: one for each directory.
-        is_sound: whether one is free of damage, beside its parent, if that is known.
-        is_harmed: whether one cannot be restored itself.
+        version: version of the chains.
+        entries: one entry for each directory.
+        is_sound: tells of an entry, and its parent if that is known, whether it is undamaged.
+        is_harmed: tells whether an entry cannot be restored itself.
     """
     known = {entry.directory: entry for entry in entries}
     above = {entry.directory: parent_of(entry, known) for entry in entries}
@@ -210,7 +210,7 @@ def _standing(
     above: Mapping[str, Entry | None],
     is_sound: Callable[[Entry, Entry | None], bool],
 ) -> dict[str, Standing]:
-    """What all chains come to, parents first: each entry is looked at once."""
+    """Standings of all entries, parents first, so that each entry is looked at once."""
     found: dict[str, Standing] = {}
     for entry in entries:
         path: list[Entry] = []
@@ -228,22 +228,22 @@ def _standing(
 
 
 class Chains:
-    """Checkpoints by their step directories, and the damage that is known of them.
+    """Checkpoints by their step directories, and their known damage.
 
-    What it answers costs one pass over the entries after a change, and look-ups until the next.
+    The first question after a change costs one pass over the entries; later ones are look-ups.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._folders: dict[str, Folder] = {}
-        # By directory and uuid: of two copies one may be damaged, and another step may come to
-        # stand where one was.
+        # By directory and uuid: of two copies only one may be damaged, and a directory may get
+        # another step.
         self._harms: dict[tuple[str, str], Harm] = {}
-        # Whether a child and its parent hold the same tables, which may be thousands.
+        # Whether a child and its parent hold the same tables: comparing thousands takes long.
         self._alike: dict[tuple[str, str], bool] = {}
-        # Of the entries and the known damage: counts their changes. After each, or what another
-        # thread derives meanwhile would pass for what follows from it; and at once, without a
-        # call in which an interrupt may come.
+        # Counts changes of the entries and the damage. It grows after each change; if it grew
+        # before, what another thread derives meanwhile would pass for current. No call may come
+        # between the two, since an interrupt may come in a call.
         self._version = 0
         self._derived: Derived | None = None
 
@@ -257,10 +257,10 @@ class Chains:
         """Step directories whose manifest could not be read."""
         return types.MappingProxyType(self._folders)
 
-    # What is told.
+    # Changes.
 
     def add(self, entry: Entry) -> None:
-        """Takes in an entry, in the place of what was known of its directory."""
+        """Adds an entry, and forgets what was known of its directory."""
         self.forget(entry.directory)
         derived = self._current()
         self._entries[entry.directory] = entry
@@ -292,11 +292,11 @@ class Chains:
             derived.version = self._version
 
     def note_damage(self, path: str, reason: str, *, unread: bool = False) -> None:
-        """Notes what was found damaged.
+        """Notes damage to a file or folder.
 
         Args:
-            path: of the file or folder below the root, its step directory first.
-            reason: what is wrong, in a line.
+            path: path of it below the root, the step directory first.
+            reason: what is wrong, in one line.
             unread: whether storage failed to read it.
         """
         directory, *rest = path.split("/")
@@ -304,7 +304,7 @@ class Chains:
         self.note_harm(directory, Harm(reason, itself_alone=alone, unread=unread))
 
     def note_harm(self, directory: str, harm: Harm) -> None:
-        """Notes what is wrong with a step; nothing less than what is known of it."""
+        """Notes damage of a step, unless worse damage of it is known already."""
         entry = self._entries.get(directory)
         known = self.harm_of(entry) if entry is not None else None
         if entry is None or (known and harm.itself_alone and not known.itself_alone):
@@ -313,13 +313,13 @@ class Chains:
         self._version += 1
 
     def note_strays(self) -> None:
-        """Notes which steps cannot be restored since no manager that saved here calls them so."""
+        """Notes as damaged the steps whose names no manager that saved here would give them."""
         for directory in self.strays():
             if self.harm_of(self._entries[directory]) is None:
                 self.note_harm(directory, Harm(STRAY, itself_alone=True))
 
     def take_back_unread(self) -> bool:
-        """Takes back damage that is a failure of storage; returns whether there was any."""
+        """Forgets damage that was a failure of storage; returns whether there was any."""
         unread = [key for key, harm in self._harms.items() if harm.unread]
         for key in unread:
             del self._harms[key]
@@ -327,19 +327,19 @@ class Chains:
         return bool(unread)
 
     def take_back(self, directories: Iterable[str]) -> None:
-        """Takes back what was found damaged of steps that are whole again."""
+        """Forgets the damage of steps that are whole again."""
         whole = {*directories}
         for key in [each for each in self._harms if each[0] in whole]:
             del self._harms[key]
             self._version += 1
 
     def become(self, fresh: Chains) -> None:
-        """Takes over what was read anew."""
+        """Takes over entries, folders and damage from chains that were read anew."""
         self._entries, self._folders = fresh._entries, fresh._folders
         self._harms, self._alike = fresh._harms, {}
         self._version += 1
 
-    # What is asked.
+    # Questions.
 
     def committed(self) -> list[Entry]:
         """Committed checkpoints, newest last."""
@@ -355,23 +355,23 @@ class Chains:
         return committed[-1] if committed else None
 
     def strays(self) -> set[str]:
-        """Directories of checkpoints that are not called as the steps of the root are: copies.
+        """Directories of checkpoints that are not named like the steps of the root: copies.
 
-        Those of Orbax are not looked at: a root may begin with them, whatever they are called.
+        Steps of Orbax are left out: a root may begin with them, whatever their names.
         """
         own = [entry for entry in self._derive().committed if not entry.orbax]
         parents = (entry.parent.directory for entry in own if entry.parent)
         return names.strays((entry.directory for entry in own), parents)
 
     def restorable(self) -> list[Entry]:
-        """Committed checkpoints in whose chains nothing is missing or known to be damaged.
+        """Committed checkpoints whose chains are complete and without known damage.
 
         Newest last.
         """
         return list(self._derive().restorable)
 
     def newest(self) -> Entry | None:
-        """The newest checkpoint that can be restored, which is the one to restore."""
+        """The newest checkpoint that can be restored: what `restore(None)` takes."""
         restorable = self._derive().restorable
         return restorable[-1] if restorable else None
 
@@ -381,11 +381,11 @@ class Chains:
         return branch_of(newest, self._derive().restorable) if newest else []
 
     def harm_of(self, entry: Entry) -> Harm | None:
-        """What was found wrong with the files of a checkpoint; None: nothing."""
+        """Damage that was found in the files of a checkpoint; None if there is none."""
         return self._harms.get((entry.directory, entry.uuid))
 
     def flaw(self, entry: Entry) -> Flaw | None:
-        """What keeps a checkpoint from resting on the parent that it names, if anything does."""
+        """Reason why a checkpoint cannot rest on the parent that it names; None if it can."""
         parent = entry.parent
         if parent is None:
             return None
@@ -405,7 +405,7 @@ class Chains:
         return None
 
     def obstacle(self, entry: Entry) -> str:
-        """Why a checkpoint cannot be restored, in a line; empty: it can."""
+        """Why a checkpoint cannot be restored, in one line; empty if it can."""
         harm = self.harm_of(entry)
         if harm is not None and not harm.itself_alone:
             return harm.reason
@@ -423,7 +423,7 @@ class Chains:
     def obstacles(self) -> list[tuple[str, str]]:
         """Step directories that cannot be restored, with the reasons.
 
-        Checkpoints come first, then those without a readable manifest, each the newest first.
+        Checkpoints come first, then folders without a readable manifest, both newest first.
         """
         good = {entry.directory for entry in self._derive().restorable}
         bad = [e for e in reversed(self.committed()) if e.directory not in good]
@@ -437,9 +437,9 @@ class Chains:
         return flaw.text if flaw is not None else ""
 
     def by_step(self, step: int) -> Entry | None:
-        """The entry of a step; of the highest generation, should there be several.
+        """Entry of a step; if there are several, that of the highest generation.
 
-        Of a step and its copies one without damage.
+        Of a step and its copies it takes one without damage.
         """
         found = self._derive().by_step.get(step)
         if not found or len(found) == 1:
@@ -447,20 +447,20 @@ class Chains:
         return max(found, key=lambda each: (order(each), self.harm_of(each) is None))
 
     def chain(self, entry: Entry) -> list[Entry]:
-        """An entry and those it rests on, as far as they are known, itself first."""
+        """An entry and those that it rests on, as far as they are known, the entry first."""
         return list(self.along(entry))
 
     def along(self, entry: Entry) -> Iterator[Entry]:
-        """The same, one by one: whoever has been there before need not go on."""
+        """Iterates over the chain, so that a caller may stop where it has been before."""
         return chain_of(entry, self._above)
 
     def is_whole(self, entry: Entry) -> bool:
-        """Whether the chain of an entry leads to a full checkpoint, none of it damaged."""
+        """Whether the chain of an entry leads to a full checkpoint without any damage."""
         known = self._entries.get(entry.directory) is entry
         return known and self._derive().standing[entry.directory].whole
 
     def carries(self, entry: Entry) -> bool:
-        """Whether a save may rest on an entry, if all is committed that is being written."""
+        """Whether a save may rest on an entry, provided that all saves in flight commit."""
         for each in self.along(entry):
             if each.is_committed:
                 return self.is_whole(each)
@@ -475,7 +475,7 @@ class Chains:
         return sorted(found, key=order)
 
     def dependents(self, directory: str) -> list[Entry]:
-        """Every entry whose chain contains `directory`, itself left out, newest first."""
+        """Every entry whose chain contains `directory`, except its own, newest first."""
         children, found, left = self._derive().children, {directory}, [directory]
         while left:
             new = [name for name in children.get(left.pop(), ()) if name not in found]
@@ -488,9 +488,9 @@ class Chains:
         return sorted(entries, key=order, reverse=True)
 
     def heirs(self, directory: str) -> list[str]:
-        """Directories of all that name one among their parents, whatever is in it now.
+        """Directories whose chains name `directory`, whatever that holds now.
 
-        Itself among them, where something is known of it.
+        It is among them itself, if anything is known of it.
         """
 
         def above(entry: Entry) -> Entry | None:
@@ -507,17 +507,17 @@ class Chains:
         return found
 
     def depth(self, directory: str) -> int:
-        """Entries in the chain of a step directory, itself included; 0 if it has no entry."""
+        """Number of entries in the chain of a step directory, its own included; 0 without one."""
         return self._derive().standing.get(directory, NOWHERE).depth
 
     @staticmethod
     def own_bytes(entry: Entry) -> int:
-        """Bytes of an entry itself: its rows, its dense leaves."""
+        """Bytes of an entry itself: its rows and its dense leaves."""
         dense_bytes = entry.known.totals.dense_bytes if entry.known else 0
         return entry.rows_bytes + dense_bytes
 
     def restore_bytes(self, entry: Entry) -> int:
-        """Bytes that a restore of an entry reads at most: rows of its chain, its dense leaves."""
+        """Most bytes that a restore of an entry reads: rows of its chain, its own dense leaves."""
         standing = self._derive().standing.get(entry.directory, NOWHERE)
         dense_bytes = entry.known.totals.dense_bytes if entry.known else 0
         return standing.rows_bytes + dense_bytes
@@ -529,7 +529,7 @@ class Chains:
             entry = self._entries.get(directory)
             for each in self.along(entry) if entry is not None else ():
                 if each is not entry and each.directory in found:
-                    break  # and so is what that rests on, or will be
+                    break  # all that this one rests on is in `found`, or will be
                 found.add(each.directory)
         return found
 
@@ -544,13 +544,13 @@ class Chains:
         return above is None or self._are_alike(entry, above)
 
     def _are_alike(self, entry: Entry, above: Entry) -> bool:
-        """Whether an entry and its parent hold the same tables, as far as that is known."""
+        """Whether an entry and its parent hold the same tables; True if that is not known."""
         one, other = entry.known, above.known
         if one is None or other is None:
             return True
         key = entry.uuid, above.uuid
         if key not in self._alike:
-            # Digests where one of them is known by that alone.
+            # A summary knows its tables by their digest alone.
             if isinstance(one, Summary) or isinstance(other, Summary):
                 self._alike[key] = tables_digest(one) == tables_digest(other)
             else:
@@ -558,16 +558,16 @@ class Chains:
         return self._alike[key]
 
     def _current(self) -> Derived | None:
-        """What follows from the entries as they are now, if that is known."""
+        """The derived answers, if they are up to date; else None."""
         known = self._derived
         return known if known is not None and known.version == self._version else None
 
     def _derive(self) -> Derived:
-        """What follows from the entries as they are now."""
+        """The derived answers for the entries as they are now."""
         known = self._current()
         if known is not None:
             return known
-        # First: what another thread takes in meanwhile is not to pass for looked at.
+        # Read first: an entry that another thread adds meanwhile must make this out of date.
         version = self._version
         entries = list(self._entries.values())
         found = self._derived = _derive(version, entries, self._is_sound, self.harm_of)

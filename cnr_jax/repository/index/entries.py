@@ -1,9 +1,9 @@
 """The checkpoints of a root, and which led to which.
 
-Pure, without disk. A *branch* is the steps that led to one, without those left behind: a rollback
-leaves steps in the root that are newer by number than the step that the run went back to, but what
-is saved next does not come after them. Each manifest says where its branch left older ones; where
-an old one does not, step numbers decide.
+Pure, without disk. A *branch* is the steps that led to one step, without those left behind: a
+rollback leaves steps in the root whose numbers are higher than that of the step that the run went
+back to, and the next save does not follow from them. Each manifest says where its branch left
+older ones. Where an old manifest does not, step numbers decide.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _SPARE_PARENTS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a catalogue says of a step beside what leads to which, as its manifest does.
+    """Part of a manifest that a catalogue repeats, beside what an `Entry` has of it.
 
     Attributes:
-        tables: digest of its tables.
+        tables: digest of the tables of the step.
     """
 
     lineage: str
@@ -58,15 +58,15 @@ class Entry:
     """One step directory.
 
     Attributes:
-        manifest: None for a save that is still being written, for a step of plain Orbax, and for
-            one that a catalogue tells of.
-        run: that it belongs to; empty: the one of all steps whose manifests name none.
-        forks: where its branch left older ones; empty: no step of them is part of it. None: not
-            known.
-        orbax: the item of its state, if plain Orbax saved it and it is adopted: then it belongs
-            to whatever run saves beside it. Empty: it is of this library.
-        summary: of a committed step whose manifest was not read.
-        stands_for: uuids of checkpoints of the same state in whose place it is.
+        manifest: manifest of the step; None for a save that is still being written, for a step of
+            plain Orbax, and for a step known from a catalogue.
+        run: run of the step; empty for the run of all steps whose manifests name none.
+        forks: where its branch left older ones. Empty if no step of those is part of it, None if
+            that is not known.
+        orbax: name of the item of its state, if plain Orbax saved the step and it is adopted. It
+            then belongs to whatever run saves beside it. Empty for a step of this library.
+        summary: summary of a committed step whose manifest was not read.
+        stands_for: uuids of checkpoints of the same state that this one replaces.
     """
 
     directory: str
@@ -82,52 +82,52 @@ class Entry:
     stands_for: tuple[str, ...] = ()
 
     def answers_to(self, uuid: str) -> bool:
-        """Whether what rests on a checkpoint can rest on this one."""
+        """Whether this is the checkpoint of a uuid, or stands for it as a parent."""
         return uuid == self.uuid or uuid in self.stands_for
 
     @property
     def is_committed(self) -> bool:
-        """Whether it is there, rather than being written."""
+        """Whether the step is committed, rather than being written."""
         return self.known is not None or bool(self.orbax)
 
     @property
     def known(self) -> Manifest | Summary | None:
-        """What is known of it, where it is committed and of this library."""
+        """Manifest or summary of a committed step of this library; None for any other."""
         return self.manifest or self.summary
 
     @property
     def stands_alone(self) -> bool:
-        """Whether it can be restored without any other: it is full, or of plain Orbax."""
+        """Whether the step needs no other to be restored: it is full, or of plain Orbax."""
         return self.parent is None
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of its rows, as far as they are known."""
+        """Bytes of the rows of the step; 0 if they are not known."""
         totals = self.known.totals if self.known else None
         return totals.table_bytes + totals.slot_bytes if totals else 0
 
     @property
     def kind(self) -> Literal["full", "delta", "orbax"]:
-        """`"full"` or `"delta"`, or `"orbax"` for one that was adopted."""
+        """`"full"` or `"delta"`, or `"orbax"` for an adopted step."""
         if self.orbax:
             return "orbax"
         return "full" if self.stands_alone else "delta"
 
     def is_of(self, run: str | None) -> bool:
-        """Whether a run counts it among its steps, and may drop it or move it aside."""
+        """Whether the step belongs to a run, which then may drop it or move it aside."""
         return bool(self.orbax) or self.run == run
 
 
 def tables_digest(known: Manifest | Summary) -> str:
-    """What tells the tables of a checkpoint from others."""
+    """Digest of the tables of a checkpoint: 32 hex digits that differ if the tables do."""
     if isinstance(known, Summary):
         return known.tables
     text = json_text(to_json(known.tables))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-# Sorts entries, newest last: a later generation is newer, whatever its step numbers. It is asked of
-# all entries in every save.
+# Sort key of entries, newest last: a later generation is newer, whatever its step numbers. Each
+# save calls it for every entry, so it is no Python function.
 order: Callable[[Entry], tuple[int, int]] = operator.attrgetter("generation", "step")
 
 
@@ -159,16 +159,16 @@ def orbax_entry(directory: str, step: OrbaxStep) -> Entry:
 
 
 def parent_of(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
-    """The entry that one rests on, if it is known, or one that stands for that."""
+    """Parent of an entry, or what stands for it; None if it has none, or none is known."""
     parent = entry.parent
     if parent is None:
         return None
     above = entries.get(parent.directory)
-    # Without a call: it is asked for each step of long chains.
+    # Not by `answers_to`: a call would cost time for each step of a long chain.
     if above is not None and above.uuid == parent.uuid:
         return above
     for name, each in entries.items():
-        # The name is compared last: of most nothing stands for others.
+        # The name is compared last: most entries stand for no others.
         if each.stands_for and each.answers_to(parent.uuid):
             if plain(name) == plain(parent.directory):
                 return each
@@ -176,16 +176,16 @@ def parent_of(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
 
 
 def chain_of(entry: Entry, above: Callable[[Entry], Entry | None]) -> Iterator[Entry]:
-    """An entry and those that it rests on, itself first, as far as they are known.
+    """Yields an entry and those that it rests on, the entry first, as far as they are known.
 
-    Where parents lead in a circle, each once; the last one has a parent then, as it has where that
-    is not known.
+    If the parents form a circle, each comes once. The last entry names a parent in that case, and
+    also if its parent is not known.
 
     Args:
-        entry: to begin with.
-        above: the parent of an entry; None: it has none, or none is known.
+        entry: entry to begin with.
+        above: returns the parent of an entry; None if it has none, or none is known.
     """
-    # By directory and else as a whole: one may stand where another was saved before.
+    # By directory, then compared as a whole: a directory may have had another entry before.
     seen: dict[str, list[Entry]] = {}
     each: Entry | None = entry
     while each is not None and each not in seen.setdefault(each.directory, []):
@@ -197,7 +197,7 @@ def chain_of(entry: Entry, above: Callable[[Entry], Entry | None]) -> Iterator[E
 def with_dependents(
     directories: Iterable[str], entries: Mapping[str, Entry]
 ) -> set[str]:
-    """Step directories, and all that rest on them, as far as they are known."""
+    """The given step directories and all that rest on them, as far as they are known."""
     children: dict[str, list[str]] = {}
     for entry in entries.values():
         if (above := parent_of(entry, entries)) is not None:
@@ -219,7 +219,7 @@ def named(entries: Collection[Entry]) -> str:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Branch:
-    """What is known of one lineage.
+    """Facts about one lineage.
 
     Attributes:
         parents: clock of each legal parent by its uuid, counted in this lineage.
@@ -227,11 +227,11 @@ class Branch:
         history: saves since the latest full one, the tip last.
         restores: how often a run was restored along this branch.
         last_clock: clock of the tip.
-        no_parents: why the branch has no legal parents, where that is known.
-        motion_before: how far rows had moved, since the restore before, in the step that was
-            restored; None: it is not known, or none was.
-        motion_since: how far they have since, as the last save of this lineage saw it that held
-            rows enough to tell.
+        no_parents: why the branch has no legal parents, if that is known.
+        motion_before: how far rows of the restored step had moved since the restore before it;
+            None if nothing was restored, or it is not known.
+        motion_since: how far rows have moved since then, by the last save of this lineage that
+            held enough rows to tell.
     """
 
     parents: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -244,9 +244,9 @@ class Branch:
     motion_since: SampledMotion | None = None
 
     def motion(self) -> SampledMotion | None:
-        """How far rows are going to move until the next restore, as far as that is known.
+        """Forecast of how far rows move until the next restore; None if nothing is known.
 
-        As far as until the last one, or as they have already.
+        It is the motion up to the last restore or that since then, whichever is larger.
         """
         known = [
             each for each in (self.motion_before, self.motion_since) if each is not None
@@ -254,7 +254,7 @@ class Branch:
         return min(known, key=lambda each: each.even_bits, default=None)
 
     def forget_parents(self, entries: Mapping[str, Entry]) -> None:
-        """Drops parents that are gone, once they are as many as those that are there."""
+        """Drops parents that are gone, once they are about as many as the entries."""
         if len(self.parents) <= 2 * len(entries) + _SPARE_PARENTS:
             return
         there = {entry.uuid for entry in entries.values()}
@@ -262,15 +262,15 @@ class Branch:
 
 
 def branch_of(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
-    """Those of the entries that the branch of a step consists of, newest last.
+    """Entries that make up the branch of a step, newest last.
 
     Args:
-        tip: the newest step of the branch, which need not be among them.
-        entries: any, also of other runs, which no branch has.
+        tip: the newest step of the branch, which need not be among the entries.
+        entries: any entries. Those of other runs are never part of a branch.
     """
     own = _of_run(tip, entries)
     last = _last_steps(tip, own)
-    # Also where somebody has saved a lower step than the one before it.
+    # The chain belongs to the branch even if a user saved a lower step after a higher one.
     known = {each.directory: each for each in own}
     chain = {e.directory for e in chain_of(tip, lambda e: parent_of(e, known))}
     return [
@@ -289,22 +289,22 @@ def forks_of_next(
     generation: int,
     step: int,
 ) -> tuple[Fork, ...]:
-    """Where the branch of the next save leaves older ones, oldest first.
+    """Forks of the next save: where its branch leaves older ones, oldest first.
 
-    Generations without a step that is left are not named: a root that goes back every day would
-    have manifests that grow forever.
+    A generation of which no step is left gets no fork. Otherwise the manifests of a run that goes
+    back every day would grow forever.
 
     Args:
-        tip: what the save goes on from; None: not known, and then it follows the newest branch
-            of its run, as far as that had come before this step.
-        entries: committed ones.
-        run: of the save.
-        lineage: of the stamps that choose its rows.
-        generation: of the save.
-        step: of the save.
+        tip: checkpoint that the save goes on from. If it is None, which is unknown, the save
+            follows the newest branch of its run, up to the step before this one.
+        entries: committed entries.
+        run: run of the save.
+        lineage: lineage of the stamps that choose its rows.
+        generation: generation of the save.
+        step: step of the save.
     """
     own = [each for each in entries if each.is_of(run)]
-    # A save whose commit was not seen at first is no tip, but the state has gone on from it.
+    # A save whose commit was seen late is not the tip, yet the state has gone on from it.
     same = [e for e in own if e.known and e.known.lineage == lineage]
     tip = max([*same, *([tip] if tip else [])], key=order, default=None)
     before = tip or max(own, key=order, default=None)
@@ -324,27 +324,27 @@ def forks_of_next(
 
 
 def _of_run(tip: Entry, entries: Iterable[Entry]) -> list[Entry]:
-    """Entries of the run of a step that are no newer, newest last."""
+    """Entries of the run of `tip` that are not newer than it, newest last."""
     found = sorted(entries, key=order)
     run = tip.run
-    if tip.orbax:  # which belongs to whatever run there is
+    if tip.orbax:  # it belongs to whatever run there is
         run = next((each.run for each in reversed(found) if not each.orbax), run)
     newest = order(tip)
     return [each for each in found if each.is_of(run) and order(each) <= newest]
 
 
 def _last_steps(tip: Entry, own: Sequence[Entry]) -> dict[int, int]:
-    """By generation, the last step of it that belongs to the branch of a step.
+    """Last step of each generation that belongs to the branch of `tip`.
 
     Args:
-        tip: the step.
+        tip: newest step of the branch.
         own: entries of its run, newest last.
     """
     if tip.forks is not None:
         named = {fork.generation: fork.step for fork in tip.forks}
         return {**named, tip.generation: tip.step}
-    # A branch begins behind the step that the run went back to, so each older one counts as far
-    # as it had come before the first step of the next.
+    # A branch begins after the step that the run went back to. So an older generation counts up
+    # to the first step of the next one.
     last, first = {tip.generation: tip.step}, tip.step
     for each in reversed(own):
         if each.generation not in last and each.step < first:
@@ -358,11 +358,11 @@ def records(
     history: Iterable[HistoryEntry],
     restored: Callable[[int], tuple[int, int] | None] = lambda step: None,
 ) -> list[SaveRecord]:
-    """A history as policies see it, save by save; of several in one entry the mean of each.
+    """Records of a history for policies, one for each save; saves of one entry share its mean.
 
     Args:
-        history: of a branch.
-        restored: depth and bytes of a restore of a step; None: not known.
+        history: history of a branch.
+        restored: returns depth and bytes of a restore of a step; None if they are not known.
     """
     found: list[SaveRecord] = []
     for entry in history:

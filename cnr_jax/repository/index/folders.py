@@ -1,6 +1,6 @@
-"""Whose a folder of a root is: told by the names in it, without reading manifests.
+"""Who saved a folder of a root, found out by the names in it, without reading manifests.
 
-A folder that cannot be seen is taken for whatever keeps it from harm.
+A folder that cannot be seen is taken for whatever keeps it from being moved or deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cnr_jax.repository.store import checked
 # Far more than Orbax notes of a step.
 ORBAX_NOTE_BYTES = 64 << 20
 _OURS = "cnr_jax."
-# What Orbax leaves in the folder of a pytree; the first of them says what leaves it has.
+# Names that Orbax leaves in the folder of a pytree; the first file lists its leaves.
 _TREE = "_METADATA"
 _BY_ORBAX = {_TREE, "_sharding", "manifest.ocdbt", "array_metadatas"}
 FolderKind = Literal["own", "orbax", "other"]
@@ -28,17 +28,17 @@ FolderKind = Literal["own", "orbax", "other"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A folder of a root, by the names in it.
+    """A folder of a root, described by the names in it.
 
     Attributes:
-        path: of the folder.
-        item: of this library, which is in it if it is a step; None: not known.
-        held: names in it, or of these the item alone where that holds a manifest; None: it cannot
-            be seen.
-        below: of each of these that is a folder the names in that.
-        why: no manifest of it can be read; empty where none was asked for.
-        doubt: what storage did when that was tried, and may not do again: `"withheld"`: it did
-            not give the folder out, which may be whole; `"unread"`: it failed to read it.
+        path: path of the folder.
+        item: name of the item of this library, which a step holds; None if it is not known.
+        held: names in the folder, or only that of the item if that holds a manifest; None if the
+            folder cannot be seen.
+        below: names in each folder of `held`, by the name of that folder.
+        why: why no manifest of the folder can be read; empty if nobody tried.
+        doubt: failure of storage when a manifest was read, which may pass. `"withheld"`: storage
+            did not give the folder out, which may be whole. `"unread"`: it failed to read it.
     """
 
     path: store.AnyPath
@@ -55,12 +55,12 @@ class Folder:
         item: str | None = None,
         error: Exception | None = None,
     ) -> Folder:
-        """Looks at what is there.
+        """Looks at a folder on storage.
 
         Args:
-            path: of the folder.
+            path: path of the folder.
             item: see `Folder`.
-            error: with which its manifest could not be read; None: that was not tried.
+            error: error that reading its manifest raised; None if nobody tried to read it.
         """
         why, doubt = "" if error is None else str(error), ""
         if error is not None and not isinstance(error, errors.CnrError):
@@ -79,17 +79,17 @@ class Folder:
 
     @functools.cached_property
     def kind(self) -> FolderKind:
-        """Who saved it: found out when it is first asked, as a file may have to be read.
+        """Who saved the folder; found out at the first access, since it may read a file.
 
-        One that cannot be seen is taken for one of ours, and then said to be unreadable.
+        A folder that cannot be seen counts as `"own"`, so that it is reported as unreadable.
         """
         return _kind_of(self.path, self.held, self.below)
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether this library or Orbax has saved it as a step, as far as can be seen.
+        """Whether this library or Orbax saved the folder as a step; True if it cannot be seen.
 
-        Orbax leaves `_CHECKPOINT_METADATA` in each step. Nothing is begun beside what may be one.
+        Orbax leaves `_CHECKPOINT_METADATA` in each step. No run begins beside what may be a step.
         """
         if self.held is None:
             return True
@@ -97,27 +97,30 @@ class Folder:
 
     @property
     def may_be_a_step(self) -> bool:
-        """Whether it may be a step, or have been one.
+        """Whether the folder may be a step, or have been one.
 
-        Not if it is called so, but is the user's, such as `2024` with plots: it holds something,
-        but neither what this library or Orbax saved nor the item's folder, where all else may
-        be lost. An empty one may have been a step, and so may what cannot be seen: others may
-        rest on it.
+        A folder of the user with such a name, say `2024` with plots, is not: it holds something,
+        but neither files of this library or Orbax nor the folder of the item, which may be all
+        that is left of a step. An empty folder may have been a step, and so may one that cannot
+        be seen. Others may rest on these.
         """
         return not self.held or self.item in self.held or self.is_checkpoint
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it holds something, but nothing that this library writes; in doubt it is not."""
+        """Whether it holds something, but nothing that this library writes, and is left alone.
+
+        False if storage failed when its manifest was read; else True if it cannot be seen.
+        """
         if self.doubt:
             return False
         if self.held is None or not self.may_be_a_step:
-            return True  # and so it is left alone
+            return True  # so nothing moves or deletes it
         return any(self.below.values()) and not _hold_own(self.below)
 
     @property
     def states(self) -> list[str]:
-        """The items in it that are pytrees which plain Orbax saved."""
+        """Names of the items in it that are pytrees saved by plain Orbax."""
         return [
             name
             for name, held in self.below.items()
@@ -128,9 +131,9 @@ class Folder:
 def _names_below(
     path: store.AnyPath, item: str | None
 ) -> tuple[tuple[str, ...] | None, Mapping[str, tuple[str, ...]]]:
-    """The names in a folder and in the folders in it, as `Folder` has them."""
+    """Names in a folder and in the folders below it, as `held` and `below` of `Folder`."""
     try:
-        # Mostly there is one, and it says all: a root has thousands of steps.
+        # Most folders hold a manifest, which is enough: a root may have thousands of steps.
         if item is not None and store.exists(path / item / names.MANIFEST):
             return (item,), {item: (names.MANIFEST,)}
         held = store.names_in(path)
@@ -150,7 +153,7 @@ def _kind_of(
     if held is None or _hold_own(below):
         return "own"
     if names.ORBAX_METADATA in held:
-        # One of ours; nothing else of it is left.
+        # A step of this library of which only this file is left is recognized by its handlers.
         handlers = handlers_of(path).values()
         return "own" if any(each.startswith(_OURS) for each in handlers) else "orbax"
     found = {*held, *(name for inner in below.values() for name in inner)}
@@ -158,15 +161,15 @@ def _kind_of(
 
 
 def _hold_own(below: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether something in these folders is what this library alone writes."""
+    """Whether any of these folders holds a file that only this library writes."""
     return any(names.is_own(name) for held in below.values() for name in held)
 
 
 def is_own_item(item: store.AnyPath) -> bool:
-    """Whether a folder of a step holds anything that this library alone writes.
+    """Whether a folder of a step holds a file that only this library writes.
 
     Raises:
-        OSError: if it cannot be listed, though it is there.
+        OSError: if the folder exists, but cannot be listed.
     """
     return any(map(names.is_own, store.names_in(item)))
 
@@ -177,7 +180,7 @@ def is_state_of_orbax(item: store.AnyPath) -> bool:
 
 
 def folders_in(step: store.AnyPath) -> list[store.AnyPath]:
-    """The folders in a step directory that may be items, sorted."""
+    """Paths of the folders in a step directory that may be items, sorted."""
     if not store.can(step).cheap_looks:
         kept = store.store_of(step)
         return [step / n for n in sorted(kept.folders_in(step, names.is_component))]
@@ -186,12 +189,13 @@ def folders_in(step: store.AnyPath) -> list[store.AnyPath]:
 
 
 def is_earlier_run(folder: store.AnyPath) -> bool:
-    """Whether a folder of a root is the root of an earlier run: called so, and a step is in it.
+    """Whether a folder of a root is the root of an earlier run, by its name and a step in it.
 
-    Anybody may call a folder so: before it is deleted, it must be seen to be one.
+    A user may give any folder such a name. So it must be known to hold a step before a program
+    deletes it.
 
     Raises:
-        OSError: if that cannot be seen.
+        OSError: if the folder cannot be seen.
     """
     if names.kind_of_folder(folder.name) != "earlier_runs" or not store.is_directory(
         folder
@@ -204,9 +208,9 @@ def is_earlier_run(folder: store.AnyPath) -> bool:
 def other_checkpoints(
     root: store.AnyPath, is_step: Callable[[str], bool] | None
 ) -> tuple[str, ...]:
-    """Step directories that a manager does not list, since it would name them otherwise.
+    """Step directories that a manager does not list, since it names its steps differently.
 
-    Such as `ck_12` for one without a prefix. Looks into each folder that may be one.
+    An example is `ck_12` for a manager without a prefix. Looks into each folder that may be one.
 
     Raises:
         OSError: if the root cannot be seen or listed.
@@ -218,10 +222,10 @@ def other_checkpoints(
 
 
 def naming_hint(root: store.AnyPath, is_step: Callable[[str], bool] | None) -> str:
-    """Which options list the checkpoints that a manager does not; empty if there are none.
+    """Hint at the options that list the checkpoints a manager does not; empty if there are none.
 
     Args:
-        root: whose steps are named in another way, if any are.
+        root: root whose steps may be named in another way.
         is_step: as for `other_checkpoints`.
     """
     try:
@@ -231,12 +235,12 @@ def naming_hint(root: store.AnyPath, is_step: Callable[[str], bool] | None) -> s
 
 
 def items_of_orbax(step: store.AnyPath) -> frozenset[str]:
-    """Names of the items of a step, as Orbax noted them; empty where they are not known."""
+    """Names of the items of a step, as Orbax noted them; empty if they are not known."""
     return frozenset(handlers_of(step)) - {""}
 
 
 def handlers_of(step: store.AnyPath) -> Mapping[str, str]:
-    """What handles which item, as Orbax noted it; nothing where that cannot be understood."""
+    """Handler of each item, as Orbax noted it; empty if the note cannot be read or understood."""
     try:
         text = store.read_small(step / names.ORBAX_METADATA, ORBAX_NOTE_BYTES)
         handlers = json.loads(text)["item_handlers"]
@@ -249,6 +253,6 @@ def handlers_of(step: store.AnyPath) -> Mapping[str, str]:
         RecursionError,
     ):
         return {}
-    # Of a step without items there is one handler.
+    # A step without items has a single handler, as a string.
     told = handlers if isinstance(handlers, dict) else {"": handlers}
     return {str(item): str(handler) for item, handler in told.items()}

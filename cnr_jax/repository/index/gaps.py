@@ -1,9 +1,9 @@
-"""Whether the files that checkpoints name are still there: what a writer looks at around a commit.
+"""Missing files of checkpoints, which a writer looks for around each commit.
 
-A delta is worth what the checkpoints that it rests on are worth, and other programs may take files
-from these, as one does that cleans scratch space. A writer that trusted its memory would go on
-saving deltas that nobody can restore. So it looks at presence and size of the files, which costs a
-call each; what is in them, a restore checks.
+A delta is worth no more than the checkpoints that it rests on, and other programs may delete files
+of these, such as one that cleans scratch space. A writer that trusted its memory would go on saving
+deltas that nobody can restore. So it checks that the files exist and have the right sizes, which
+costs one call for each. Only a restore checks their contents.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _log = logger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
-    """A file that a checkpoint names, and that is not there as it was written.
+    """A file that a checkpoint names, and that is missing or not as it was written.
 
     Attributes:
-        directory: of the step.
-        uuid: of the checkpoint.
-        path: of the file, below the root, the step directory first.
-        text: what is wrong with it, in a line.
+        directory: name of the step directory.
+        uuid: uuid of the checkpoint.
+        path: path of the file below the root, the step directory first.
+        text: what is wrong with the file, in one line.
     """
 
     directory: str
@@ -50,48 +50,49 @@ class Gap:
 
     @property
     def harms_chain(self) -> bool:
-        """Whether what rests on the step cannot be restored either."""
+        """Whether checkpoints that rest on the step cannot be restored either."""
         return self.path.split("/")[2:3] != [names.DENSE]
 
 
 class Gaps:
-    """What was found missing of the checkpoints of one root.
+    """Gaps that were found in the checkpoints of one root.
 
-    It may be looked for in any thread, also in several at once; meanwhile what was found may be
-    taken by the one that plans the next save.
+    Any number of threads may look for gaps at once. Meanwhile the thread that plans the next save
+    may take those that were found.
 
     Attributes:
-        is_stale: whether the root was read anew, so that what was found before is forgotten.
+        is_stale: whether the root was read anew, which makes this forget what it found before.
     """
 
     def __init__(self) -> None:
-        # Of checkpoints that were written here or looked at, by uuid: manifests are read once.
+        # Files of checkpoints that were written here or looked at, by uuid: each manifest is read
+        # once.
         self._files: dict[str, StepFiles] = {}
-        # By uuid and path: all that was found, and what of it was not taken yet.
+        # Gaps by uuid and path: all that were found, and those of them that nobody took yet.
         self._found: dict[tuple[str, str], Gap] = {}
         self._left: dict[tuple[str, str], Gap] = {}
-        # While one of these changes; not while storage is looked at.
+        # Held while one of these changes, and not while a thread waits for storage.
         self._noting = threading.Lock()
         self.is_stale = False
 
     def forget(self) -> None:
-        """The root was read anew, and with it what was known to be missing is forgotten."""
+        """Forgets all gaps, since the root was read anew."""
         with self._noting:
             self.is_stale = True
             self._found.clear()
 
     def taken(self) -> Set[Gap]:
-        """What was found and taken: whoever took it knows."""
+        """Gaps that were found and taken, so that the planning thread knows them."""
         with self._noting:
             return {gap for key, gap in self._found.items() if key not in self._left}
 
     def beside(self, known: Set[Gap]) -> tuple[Gap, ...]:
-        """What was found and is not among these, whether it was taken since or not."""
+        """Gaps that were found and are not in `known`, taken since or not."""
         with self._noting:
             return tuple(gap for gap in self._found.values() if gap not in known)
 
     def take(self) -> tuple[Gap, ...]:
-        """What was found since it was taken last."""
+        """Takes the gaps that were found since the last call."""
         with self._noting:
             found, self._left = self._left, {}
         return tuple(found.values())
@@ -102,20 +103,20 @@ class Gaps:
         processes: Sequence[ProcessManifest],
         manifest_bytes: int,
     ) -> None:
-        """Notes the files of a checkpoint that was just written: its manifests need not be read."""
+        """Notes the files of a checkpoint just written, so that `look` reads no manifests of it."""
         with self._noting:
             self._files[manifest.uuid] = _whole(manifest, processes, manifest_bytes)
 
     def look(
         self, place: Place, entries: Iterable[Entry], *, dense: bool = True
     ) -> tuple[Gap, ...]:
-        """Looks whether checkpoints are complete.
+        """Looks for gaps in checkpoints.
 
         Args:
-            place: of a save: its root and item are meant.
+            place: place of a save, of which only the root and the item are used.
             entries: checkpoints that are committed by now, the most important first.
-            dense: whether dense leaves are looked for too; what rests on a checkpoint needs
-                none of its own.
+            dense: whether to look for the files of dense leaves too. Checkpoints that rest on
+                another one do not need its dense leaves.
 
         Returns:
             One gap of each checkpoint that has any, whether it was found before or not.
@@ -135,7 +136,7 @@ class Gaps:
                         self._found[key] = self._left[key] = gap
                     found.append(self._found[key])
         with self._noting:
-            # But for those that were written, or looked at by another thread, meanwhile.
+            # Keeps those that were written meanwhile, or looked at by another thread.
             for uuid in before:
                 self._files.pop(uuid, None)
             self._files |= looked
@@ -152,7 +153,7 @@ class Gaps:
             check_files(item, (*files.rows, *(files.dense if dense else ())))
         except (errors.CnrError, OSError) as error:
             if not means_damage(error):
-                # What storage does not give out is not known to be missing.
+                # A file that storage does not give out need not be missing.
                 _log.debug("step %s was not looked at: %s", entry.directory, error)
                 return None
             file = getattr(error, "path", None) or os.fspath(item / names.MANIFEST)
@@ -163,11 +164,11 @@ class Gaps:
 
 
 def _read(place: Place, entry: Entry) -> StepFiles:
-    """The files of a checkpoint, from its manifests.
+    """Reads from its manifests which files a checkpoint has.
 
     Raises:
-        CnrError: if these are damaged, or another checkpoint is in its place.
-        OSError: if storage does not give them out.
+        CnrError: if the manifests are damaged, or another checkpoint is in its place.
+        OSError: if storage does not give the manifests out.
     """
     item = place.root / entry.directory / place.item
     manifest = read_step(place.root, entry.directory, place.item)
@@ -186,6 +187,6 @@ def _read(place: Place, entry: Entry) -> StepFiles:
 def _whole(
     manifest: Manifest, processes: Sequence[ProcessManifest], manifest_bytes: int
 ) -> StepFiles:
-    """All files of a checkpoint, its manifest with them."""
+    """All files of a checkpoint, its manifest included."""
     files = files_of(manifest, processes)
     return files._replace(rows=((names.MANIFEST, manifest_bytes), *files.rows))

@@ -1,7 +1,7 @@
-"""Which checkpoints a root holds and which depend on which.
+"""The ledger of a root: which checkpoints it holds, and which depend on which.
 
-Read from the manifests at start and kept up to date by saves, alike on every process. Retention
-asks it what must be kept; the planner asks it which parents still exist.
+Every process reads it from the manifests at start, and saves keep it up to date, alike on all of
+them. Retention asks the ledger what must be kept. The planner asks it which parents still exist.
 """
 
 from __future__ import annotations
@@ -37,36 +37,37 @@ from cnr_jax.repository.store import AnyPath, can, exists, is_gone, store_of
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# The kinds of the error with which a save that is not committed is read.
+# Kinds of the error that reading a save raises if it is not committed.
 _OF_ATTEMPTS = ("manifest_missing", "not_committed")
-# Manifests that are read at a time where each is a request.
+# Number of manifests that are read at the same time where each is a request.
 _AT_ONCE = 16
 
 
 class Ledger(Chains):
-    """The step directories of one root, by name: what they are, and their chains.
+    """Step directories of one root by name, with their contents and chains.
 
     Args:
-        is_step: tells names of step directories; None: all that end in a digit.
-        adopts: whether steps of plain Orbax count, rather than being unreadable.
-        says: whether it is said in the log what cannot be read.
+        is_step: tells whether a name is that of a step directory. None accepts every name that
+            ends in a digit.
+        adopts: whether steps of plain Orbax count as checkpoints, rather than as unreadable.
+        says: whether the log says which step directories cannot be read.
 
     Attributes:
-        root: that holds them; None as long as none was read.
-        doomed: step directories that are deleted, each with the uuid of the save with whose commit
-            it is; until `let_go` they stay known, as who removes them has to know what rests on
-            what.
-        deciding: uuid of the save in whose favour retention is deciding; None: it is the one that
-            is being written, if one is.
-        leaving: step directories that retention has dropped and that may still be there.
-        crowded: whether retention lets go of steps of the run, and so of what its rollbacks have
-            set aside.
-        epoch: of the claim, when the root was read; empty where no catalogue told of that: then a
-            step that was seen may be one that is being removed.
-        run: of the save that was begun last, whose steps alone retention may drop; None: none
-            was begun.
-        left: what rollbacks have left behind where it cannot be renamed, and what another step
-            stands for, by directory: it is no step of the root any more.
+        root: root of the step directories; None until one was read.
+        doomed: step directories to delete, each with the uuid of the save whose commit deletes it.
+            The ledger knows them until `let_go`, since whoever removes them has to know what
+            rests on what.
+        deciding: uuid of the save for which retention is deciding. None means the save that is
+            being written, if there is one.
+        leaving: step directories that retention has dropped, and that may still exist.
+        crowded: whether retention lets go of steps of the run, and so of those that its rollbacks
+            have set aside.
+        epoch: epoch of the claim when the root was read. It is empty if there was no catalogue;
+            then a step that the ledger knows may be one that is being removed.
+        run: run of the save that began last. Retention may drop steps of this run only. None if
+            no save began.
+        left: steps that are no steps of the root any more, by directory: rollbacks left them
+            behind where they cannot be renamed, or another step stands for them.
     """
 
     def __init__(
@@ -90,15 +91,15 @@ class Ledger(Chains):
 
     @property
     def unknown(self) -> set[str]:
-        """Those of the folders that may be steps.
+        """Unreadable folders that may be steps.
 
-        Nothing older than these may be deleted: they might depend on it.
+        Nothing older than these may be deleted, since they might depend on it.
         """
         return {name for name, each in self._folders.items() if each.may_be_a_step}
 
     @property
     def doubtful(self) -> set[str]:
-        """Those of the folders that storage may give out, or read, another time."""
+        """Unreadable folders that storage may give out, or read, another time."""
         return {name for name, each in self._folders.items() if each.doubt}
 
     @classmethod
@@ -113,10 +114,11 @@ class Ledger(Chains):
         """Reads the manifests of all step directories below `root`.
 
         Args:
-            root: holds the step directories.
+            root: root that holds the step directories.
             item: name of the item in each of them.
-            is_step: tells names of step directories; None: all that end in a digit.
-            adopts: whether steps of plain Orbax count.
+            is_step: tells whether a name is that of a step directory. None accepts every name
+                that ends in a digit.
+            adopts: whether steps of plain Orbax count as checkpoints.
 
         Raises:
             OSError: if the root cannot be seen or listed.
@@ -125,14 +127,14 @@ class Ledger(Chains):
         ledger.root = root
         if not exists(root):
             return ledger
-        # Joining names to paths of Orbax takes longer than to read.
+        # With paths of Orbax, joining names would take longer than reading the files.
         plain = store_of(root).quick(root)
         held: list[str] | None = None
         with without_collections():
             for _ in range(TRIES):
                 before, held = held, step_directories(plain, ledger.is_step)
                 if held == before:
-                    break  # some are listed though they are gone
+                    break  # storage lists some that are gone
                 if ledger._read_all(plain, item, held):
                     break
         ledger.part()
@@ -141,10 +143,10 @@ class Ledger(Chains):
         return ledger
 
     def _read_all(self, root: AnyPath, item: str, held: Sequence[str]) -> bool:
-        """Reads the manifests of step directories that were listed, and of no others.
+        """Reads the manifests of the listed step directories, and forgets all others.
 
         Returns:
-            Whether all are there still: in the place of one that is gone another may have come.
+            Whether all still exist. If one is gone, another one may have taken its place.
         """
         for directory in self.directories():
             self.forget(directory)
@@ -152,10 +154,10 @@ class Ledger(Chains):
         def look(directory: str) -> Entry | Exception:
             return self._look(root, directory, item)
 
-        # First: what is read now is right as long as this epoch lasts.
+        # The epoch is read first: what is read after that holds as long as the epoch lasts.
         known = catalogue.read(root)
         self.epoch = known.epoch if known.item else ""
-        # Of folders that plain Orbax may have saved it does not tell.
+        # The catalogue does not list folders that plain Orbax may have saved.
         of_item = known.item == item and not self.adopts
         told = known.entries if of_item else {}
         if can(root).cheap_looks:
@@ -170,23 +172,23 @@ class Ledger(Chains):
         return not gone
 
     def refresh(self, root: AnyPath, item: str) -> bool:
-        """Takes in which steps others have put into the root or taken from it.
+        """Takes note of steps that other programs have put into the root or removed from it.
 
         Returns:
-            Whether anything has.
+            Whether anything has changed.
         """
         found = step_directories(root, self.is_step, known=self.all_directories())
         self.leaving &= set(found)
         return self.match(root, item, [d for d in found if d not in self.leaving])
 
     def match(self, root: AnyPath, item: str, directories: Iterable[str]) -> bool:
-        """Knows of exactly these step directories afterwards; reads those that are new.
+        """Makes the ledger know exactly these step directories, and reads those that are new.
 
-        And again those that storage did not let be read: a save of this run may be among them.
-        Saves that are being written stay known, wherever their folders are.
+        It also reads those again that storage failed to give out before, since a save of this run
+        may be among them. Saves that are being written stay known, wherever their folders are.
 
         Returns:
-            Whether others were known before, or less of them.
+            Whether the ledger knew other step directories before, or less about them.
         """
         flying = {entry.directory for entry in self.in_flight()}
         known, found = self.all_directories() - flying, set(directories) - flying
@@ -208,15 +210,15 @@ class Ledger(Chains):
     def ask_again(
         self, root: AnyPath, item: str, newer_than: int = -1
     ) -> Exception | None:
-        """Reads again what storage did not give out.
+        """Reads the step directories again that storage did not give out.
 
         Args:
-            root: holds the step directories.
+            root: root that holds the step directories.
             item: name of the item in each of them.
-            newer_than: number of a step; all of a higher one are read.
+            newer_than: number of a step; only directories of higher ones are read.
 
         Returns:
-            With what it does not give out the first of these still; None if it does.
+            Error of the first that storage still does not give out; None if it gives out all.
         """
         withheld = [n for n, each in self._folders.items() if each.doubt == "withheld"]
         newer = [name for name in withheld if names.step_number(name) > newer_than]
@@ -224,7 +226,7 @@ class Ledger(Chains):
         return next((each for each in failed if isinstance(each, OSError)), None)
 
     def look_again(self, root: AnyPath, item: str, epoch: str) -> bool:
-        """Reads all committed steps again, as of a claim; for stores where looks are requests.
+        """Reads all committed steps again under an epoch; for stores where looks are requests.
 
         Returns:
             Whether any is gone.
@@ -238,23 +240,23 @@ class Ledger(Chains):
         return not {*known} <= self.all_directories()
 
     def directories(self) -> set[str]:
-        """All step directories that are known, readable or not."""
+        """Names of all step directories that are known, readable or not."""
         return self.entries.keys() | self.folders.keys()
 
     def all_directories(self) -> set[str]:
-        """These, and those that rollbacks have left behind."""
+        """Names of all step directories that are known, and of those in `left`."""
         return self.directories() | self.left.keys()
 
     def read(self, root: AnyPath, directory: str, item: str) -> Exception | None:
-        """Reads a step directory, replacing what was known; one that is deleted by now is none.
+        """Reads a step directory, and replaces what was known of it; forgets it if it is deleted.
 
         Returns:
-            Why it cannot be read, if it cannot.
+            The error with which it cannot be read; None if it was read, or is deleted.
         """
         return self._note(root, directory, item, self._look(root, directory, item))
 
     def _look(self, root: AnyPath, directory: str, item: str) -> Entry | Exception:
-        """What a step directory holds, or why it cannot be read; notes nothing."""
+        """Entry of a step directory, or the error with which it cannot be read; notes nothing."""
         try:
             found = orbax_step(root, directory, item) if self.adopts else None
             entry = orbax_entry(directory, found) if found else None
@@ -265,7 +267,7 @@ class Ledger(Chains):
     def _note(
         self, root: AnyPath, directory: str, item: str, found: Entry | Exception
     ) -> Exception | None:
-        """Notes what was found; see `read`."""
+        """Notes the entry or error that `_look` found; returns as `read` does."""
         told = self._folders.get(directory)
         self.forget(directory)
         if isinstance(found, Exception):
@@ -275,7 +277,7 @@ class Ledger(Chains):
                 if what_is_in(root, directory) != "step":
                     return found  # its number is free
             if getattr(found, "kind", "") in _OF_ATTEMPTS and not can(root).renames:
-                # It may have been committed since it was looked at.
+                # The save may have been committed since `_look` read it.
                 found = self._look(root, directory, item)
         if isinstance(found, Exception):
             error = found
@@ -293,21 +295,21 @@ class Ledger(Chains):
         return None
 
     def forget(self, directory: str) -> None:
-        """Drops a step directory that is gone or about to be, left behind or not."""
+        """Drops a step directory that is gone or about to be, also from `left`."""
         super().forget(directory)
         self.left.pop(directory, None)
 
     def become(self, fresh: Ledger) -> None:
-        """Takes over what was read anew."""
+        """Takes over what another ledger has read anew."""
         super().become(fresh)
         self.left = fresh.left
 
-    # What rollbacks have left behind where it cannot be renamed.
+    # Steps that rollbacks have left behind where folders cannot be renamed.
 
     def part(self) -> None:
-        """Finds out which steps rollbacks have left behind, and which they have not after all.
+        """Finds out which steps rollbacks have left behind, and which are steps again.
 
-        Names tell where there is a later generation: the earlier ones, and what rests on them.
+        A name with a later generation leaves behind the earlier ones, and all that rests on them.
         """
         known: dict[str, Entry | Folder] = {**self._entries, **self._folders}
         known |= self.left
@@ -333,7 +335,7 @@ class Ledger(Chains):
                 self.note_folder(name, each)
 
     def leave(self, directories: Iterable[str]) -> None:
-        """Notes that a save that is planned, or committed, leaves steps behind."""
+        """Moves steps to `left`, because a planned or committed save leaves them behind."""
         for name in directories:
             each = self._entries.get(name) or self._folders.get(name)
             if each is not None:
@@ -341,19 +343,19 @@ class Ledger(Chains):
                 self.left[name] = each
 
     def replaced(self) -> list[str]:
-        """Step directories that are there still, though other steps stand for them."""
+        """Step directories that still exist, though other steps stand for them."""
         known = {**self._entries, **self._folders, **self.left}
         return sorted(_replaced(self.left, known))
 
     def standing(self, directory: str) -> str:
-        """The step directory of a step, of whatever generation, by its plain name."""
+        """Step directory of the highest generation that has this plain name."""
         entries = self._derive().by_step.get(names.step_number(directory), ())
         found = [*(entry.directory for entry in entries), *self._folders]
         found = [name for name in found if names.plain(name) == directory]
         return max(found, key=names.branch_generation, default=directory)
 
     def hidden_by(self, directory: str) -> list[str]:
-        """What was left behind and would be a step again without a step, dependents first."""
+        """Directories in `left` that would be steps again without a step, dependents first."""
         left = {n: e for n, e in [*self.left.items()] if isinstance(e, Entry)}
         alike = {n for n in left if names.plain(n) == names.plain(directory)}
         found = map(left.__getitem__, with_dependents(alike, left))
@@ -374,11 +376,11 @@ class Ledger(Chains):
         """Finds out whether the save that was being written is committed.
 
         Args:
-            place: of the save.
-            uuid: of the save.
-            committed: whether it is known to be, though storage may not give out its manifest:
-                then what it made superfluous is gone all the same. None: not known.
-            manifest: of the save, if it was seen before.
+            place: place of the save.
+            uuid: uuid of the save.
+            committed: whether it is known to be committed, None if that is not known. If it is,
+                the steps it made superfluous go even if storage does not give out its manifest.
+            manifest: manifest of the save, if it was read before.
 
         Returns:
             Its entry with its manifest, or None if it failed; a failed save is forgotten.
@@ -389,22 +391,22 @@ class Ledger(Chains):
                 place.root, place.directory, place.item
             )
         except (errors.CnrError, OSError) as error:
-            # Not there, rather than damaged or out of reach.
+            # Gone means missing, rather than damaged or out of reach.
             kind = getattr(error, "kind", None)
             gone = kind in _OF_ATTEMPTS
             self.let_go(uuid, committed or (committed is None and not gone))
             return None
-        # An older step may stand where a failed save was to be.
+        # If the save failed, an older step may be in this directory.
         self.add(entry_of(place.directory, manifest))
         is_saved = manifest.uuid == uuid
         self.let_go(uuid, is_saved)
         if names.branch_generation(place.directory):
             self.part()
-        # None if retention drops the very step that was saved.
+        # `get`, since retention may have dropped the very step that was saved.
         return self.entries.get(place.directory) if is_saved else None
 
     def let_go(self, uuid: str, superfluous: bool) -> None:
-        """Drops steps that are deleted with a save, if it made them superfluous; or keeps them."""
+        """Drops the steps doomed for a save if it made them superfluous; else keeps them."""
         for directory in [d for d, save in self.doomed.items() if save == uuid]:
             if superfluous:
                 self.leaving.add(directory)
@@ -413,7 +415,7 @@ class Ledger(Chains):
 
     def doom(self, directory: str) -> None:
         """Notes that retention drops a step: at once, or with the commit of a save in flight."""
-        # What is being written came last, and has no manifest.
+        # A save that is being written was added last, so it is found at once.
         entries = reversed(self._entries.values())
         writing = next((e.uuid for e in entries if not e.is_committed), None)
         favoured = self.deciding or writing
@@ -425,14 +427,14 @@ class Ledger(Chains):
     def checkpoints(self) -> list[str]:
         """Step directories that hold a checkpoint of this library or of Orbax.
 
-        Unknown ones come first, then the known ones, newest first.
+        Unreadable ones come first, then the readable ones, newest first.
         """
         found = [name for name, each in self._folders.items() if each.is_checkpoint]
         unknown = sorted(found, reverse=True)
         return [*unknown, *(entry.directory for entry in reversed(self.committed()))]
 
     def others(self) -> tuple[str, ...]:
-        """Checkpoints of the root that this does not know of, as they are named otherwise.
+        """Checkpoints of the root that the ledger leaves out because of their names.
 
         Raises:
             OSError: if the root cannot be seen or listed.
@@ -440,7 +442,7 @@ class Ledger(Chains):
         return other_checkpoints(self.root, self.is_step) if self.root else ()
 
     def movable(self, directory: str) -> Entry:
-        """The entry of a step directory that goes aside; made up where it is unreadable."""
+        """Entry of a step directory that is to be set aside; made up if it is unreadable."""
         known = self.entries.get(directory) or self.left.get(directory)
         if isinstance(known, Entry):
             return known
@@ -456,7 +458,7 @@ class Ledger(Chains):
 def _side_by_side(
     look: Callable[[str], Entry | Exception], directories: Iterable[str]
 ) -> dict[str, Entry | Exception]:
-    """What each step directory holds, where each look is a request."""
+    """Looks at step directories in several threads, for stores where looks are requests."""
     found = sorted(directories)
     with ThreadPoolExecutor(_AT_ONCE, "cnr_look") as pool:
         return dict(zip(found, pool.map(look, found), strict=True))
@@ -465,13 +467,13 @@ def _side_by_side(
 def _replaced(
     steps: Iterable[str], known: Mapping[str, Entry | Folder]
 ) -> dict[str, Entry]:
-    """Those of the step directories for which the newest of the same step stands.
+    """Entries of the step directories for which the newest of the same name stands.
 
-    What rests on them rests on that one.
+    Whatever rests on one of them then rests on that newest one.
 
     Args:
-        steps: names of step directories.
-        known: all step directories.
+        steps: names of the step directories in question.
+        known: all step directories by name.
     """
     newest: dict[str, str] = {}
     for name in sorted(known, key=names.branch_generation):

@@ -1,9 +1,9 @@
-"""What the next save is: full or delta, on which parent, in which generation.
+"""Plans of saves: full or delta, on which parent, in which generation.
 
-The policy proposes; this module knows what is legal. A parent is legal for a state if the state's
-`touched` rows are counted from it: it was saved in the same lineage, or is the step that was
-restored, or rests beneath that. Whatever is not provably legal becomes a full save, with the
-reason in the log and the manifest: doubt costs bytes, never rows.
+The policy proposes, and this module knows what is legal. A parent is legal for a state if the
+`touched` rows of the state are counted from it: it was saved in the same lineage, or is the
+restored step, or is in the chain of that. If no parent is provably legal, the save is full, and the
+log and the manifest say why. So doubt costs bytes, never rows.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ ALL_BITS = "all bits were asked for"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """One save as it was decided, the same on every process.
+    """Decision about one save, the same on every process.
 
     Attributes:
-        uuid: of the save.
-        directory: of the step.
-        lineage: of the stamps that choose rows.
-        clock: of the stamps that choose rows, in this save.
-        parent: that a delta rests on; None: the save is full.
-        generation: of its branch.
-        codec: that the policy names; None: the one of the options.
-        policy: name of the one that decided.
-        reason: why the save is what it is.
+        uuid: uuid of the save.
+        directory: name of the step directory.
+        lineage: lineage of the stamps that choose rows.
+        clock: clock of the stamps that choose rows, in this save.
+        parent: parent that a delta rests on; None if the save is full.
+        generation: generation of its branch.
+        codec: codec that the policy names; None for that of the options.
+        policy: name of the policy that decided.
+        reason: why the save is full, or a delta.
         restores: how often a run was restored along this chain.
-        run: that this save belongs to; empty: the one of steps whose manifests name none.
+        run: run of the save; empty for that of steps whose manifests name none.
         forks: where the branch of this save leaves older ones.
-        exact: rows are stored raw, whatever their codecs.
-        encoding: of the run that goes on, for what options do not give; None: none does.
-        auto_bits: width of codes that options leave to the number of restores, but for small
+        exact: whether rows are stored raw, whatever their codecs.
+        encoding: encoding of the run that goes on, for options not given; None if none goes on.
+        auto_bits: width of codes where options leave it to the number of restores, except in small
             tables; None if they leave none to it.
-        dithered_bits: width of the widest codes that are dithered; 0: none are. The same for all
-            saves of a lineage.
-        abandoned: step directories to rename aside before this one is written; where it has a name
-            of its own, those that its commit leaves behind.
+        dithered_bits: width of the widest codes that are dithered, the same for all saves of a
+            lineage; 0 if none are dithered.
+        abandoned: step directories to rename before this one is written. If this one has a
+            generation in its name, they stay, and its commit leaves them behind.
         earlier: folder of the root that `abandoned` are moved into instead, because a new run
             begins; empty if none does.
     """
@@ -109,7 +109,7 @@ class SavePlan:
 
     @property
     def entry(self) -> Entry:
-        """Of the save as long as it is being written."""
+        """Entry of the save as long as it is being written."""
         return Entry(
             directory=self.directory,
             step=self.step,
@@ -125,18 +125,18 @@ class Begun(NamedTuple):
     """A save that has begun, and whose outcome is not known.
 
     Attributes:
-        rows: that it writes, about; 0 until they are chosen.
+        rows: about how many rows it writes; 0 until they are chosen.
     """
 
     plan: SavePlan
     rows: int = 0
 
     def foreseen(self, before: Sequence[HistoryEntry]) -> HistoryEntry:
-        """What the history will say of it, if a row takes what it took in the last saves.
+        """Forecast of its history entry, if a row takes as much as in the last save with rows.
 
         Args:
-            before: of the branch, committed. If there is none, a byte a row will do: nothing else
-                is compared with it then.
+            before: committed history of the branch. If no save in it has rows, the forecast is a
+                byte a row, which will do, since nothing else is compared with it then.
         """
         last = next((each for each in reversed(before) if each.rows), None)
         share = self.rows / last.rows if last else 1.0
@@ -150,20 +150,20 @@ class Begun(NamedTuple):
 
 
 class Planner:
-    """Plans the saves of one root, on the process that decides.
+    """Planner of the saves of one root, on the process that decides.
 
     Args:
-        policy: proposes full or delta.
+        policy: policy that proposes full or delta.
         nonce: 24 hex digits that are unique to this run of the program.
-        min_fulls: saves are full until a branch has so many full ones.
-        tables: that are saved, as manifests list them.
-        new_run: a run begins here, whatever the root holds, unless one is restored.
+        min_fulls: number of full saves that a branch needs before it gets a delta.
+        tables: saved tables, as manifests list them.
+        new_run: whether a run begins here, whatever the root holds, unless one is restored.
 
     Attributes:
-        tables: that are saved, as manifests list them.
-        guarded: retention is known to keep parents.
-        runs: tells the run of a save.
-        branches: of each lineage that may go on, what is known of it by what is committed.
+        tables: saved tables, as manifests list them.
+        guarded: whether retention is known to keep parents.
+        runs: runs of the root, which tell the run of a save.
+        branches: branch of each lineage that may go on, by what is committed of it.
         begun: saves whose outcome is not known yet, by uuid, in order.
     """
 
@@ -186,10 +186,10 @@ class Planner:
         self.begun: dict[str, Begun] = {}
 
     def goes_on(self, stamps: Stamps) -> bool:
-        """Whether a save can be planned as if all were committed that has begun.
+        """Whether a save can be planned as if all saves that have begun were committed.
 
-        Not the first of a lineage, nor one that goes back: what that is, and where it goes, is
-        known once what was before is committed, or has failed.
+        The first save of a lineage cannot, nor one that goes back: its plan depends on whether the
+        saves before it are committed or have failed.
         """
         lineage, clock = stamps
         branch, begun = self.branches.get(lineage), [*self.begun.values()]
@@ -214,17 +214,17 @@ class Planner:
         """Decides about one save.
 
         Args:
-            ledger: of the root.
-            directory: of the step, by its plain name.
-            stamps: lineage (32 hex digits) and clock of those that choose rows; the lineage is
-                empty if there were none before, and then one is drawn.
+            ledger: ledger of the root.
+            directory: plain name of the step directory.
+            stamps: lineage (32 hex digits) and clock of the stamps that choose rows. If there were
+                none before, the lineage is empty, and the planner draws one.
             touched: lineage and clock of the touched rows that go with the state, whether they
                 choose rows or not; None without any.
-            doubt: why a delta might miss rows; empty: it would not.
-            urgent: the run is about to end: a delta, where one is legal.
-            full: a full save, whatever the policy says and however urgent it is.
-            exact: all bits, whatever the codecs: full, unless a chain holds all bits already.
-            is_exact: whether a chain holds all bits; asked only where that matters.
+            doubt: why a delta might miss rows; empty if it would not.
+            urgent: whether the run is about to end: then a delta, where one is legal.
+            full: whether to save full, whatever the policy says and however urgent it is.
+            exact: whether to save all bits, which takes a full save unless the chain holds them.
+            is_exact: tells whether a chain holds all bits; called only where that matters.
 
         Raises:
             DependentsExistError: if a step is in the way that a kept one depends on.
@@ -284,16 +284,16 @@ class Planner:
         )
 
     def begins(self, plan: SavePlan) -> None:
-        """Notes a save that begins: the next may rest on it."""
+        """Notes a save that begins, so that the next may rest on it."""
         self.begun[plan.uuid] = Begun(plan)
 
     def staged(self, uuid: str, rows: int) -> None:
-        """Notes about how many rows a save writes that has begun."""
+        """Notes about how many rows a save writes, if it has begun."""
         if (begun := self.begun.get(uuid)) is not None:
             self.begun[uuid] = begun._replace(rows=rows)
 
     def failed(self, uuid: str) -> None:
-        """Notes a save that failed: neither it is a parent, nor what rests on it."""
+        """Notes a save that failed: neither it nor any save that rests on it can be a parent."""
         self.begun.pop(uuid, None)
         for each in [*self.begun.values()]:
             if each.plan.parent is not None and each.plan.parent.uuid == uuid:
@@ -307,13 +307,13 @@ class Planner:
         branch.parents[entry.uuid] = plan.clock
         branch.tip, branch.last_clock = entry, plan.clock
         branch.restores = plan.restores
-        # Else of a save of too few rows: these tell nothing.
+        # A save of too few rows tells nothing about motion, so what is known before it stays.
         branch.motion_since = entry.manifest.motion or branch.motion_since
         self.runs.saved(plan.lineage, plan.run)
         branch.history, branch.no_parents = entry.manifest.history, ""
 
     def history_before(self, plan: SavePlan) -> tuple[HistoryEntry, ...]:
-        """What the history of a save says of those before it that are known to be committed."""
+        """History of the committed saves that a planned save follows; empty if it is full."""
         return self.branches[plan.lineage].history if plan.parent else ()
 
     def restored(
@@ -326,16 +326,16 @@ class Planner:
     ) -> None:
         """Notes that the state of `chain[-1]` goes on as `lineage`.
 
-        All other lineages end: whoever goes on with the restored state but with touched rows
-        from before looks just like whoever only evaluated it, and would lose rows.
+        All other lineages end. A loop that goes on with the restored state, but with touched rows
+        from before the restore, looks like one that only evaluated the state, and would lose rows.
 
         Args:
-            lineage: the fresh lineage of the restored touched rows.
-            chain: the full checkpoint first, the restored one last; clocks count 0, 1, ...
-            unchanged: whether the tables are those that the chain holds, and changed rows found
-                as they were. If not (other rows, dtypes, names, not all leaves), no checkpoint
-                is a legal parent.
-            encoding: of its rows.
+            lineage: fresh lineage of the restored touched rows.
+            chain: chain of the restored step, the full checkpoint first; clocks count 0, 1, ...
+            unchanged: whether the tables are those of the chain, and changed rows are found in the
+                same way. If not (other rows, dtypes, names, not all leaves), no checkpoint is a
+                legal parent.
+            encoding: encoding of its rows.
         """
         tip = chain[-1]
         assert tip.manifest is not None
@@ -357,13 +357,13 @@ class Planner:
     def adopted(self, lineage: str, entry: Entry, ledger: Ledger | None) -> None:
         """Notes that the state of a step of plain Orbax goes on as `lineage`.
 
-        It goes on with the run of the newest checkpoint beside it; if there is none, a run
-        begins with it.
+        It goes on in the run of the newest checkpoint beside it. If there is none, a run begins
+        with it.
 
         Args:
-            lineage: the fresh lineage of the restored touched rows.
-            entry: of the step.
-            ledger: of its root, as far as it is known.
+            lineage: fresh lineage of the restored touched rows.
+            entry: entry of the step.
+            ledger: ledger of its root; None if it is not known.
         """
         own = [e.run for e in ledger.committed() if e.known] if ledger else []
         self.runs.restored(lineage, own[-1] if own else secrets.token_hex(16), None)
@@ -372,39 +372,39 @@ class Planner:
         self.branches = {lineage: Branch(tip=entry, no_parents=why)}
 
     def end_lineages(self, restores: int) -> None:
-        """Forgets all legal parents: the state may have been replaced from elsewhere.
+        """Forgets all legal parents, since the state may have been replaced from elsewhere.
 
         Args:
-            restores: how often that state was restored, this time included.
+            restores: how often the new state was restored, this time included.
         """
         self._most_restores = max(self._most_restores, restores)
         self.branches = {}
 
     @property
     def restores(self) -> int:
-        """How often the state was restored that is saved next, as far as can be foreseen."""
+        """How often the state that is saved next was restored, as far as can be foreseen."""
         known = (branch.restores for branch in self.branches.values())
         return max(known, default=self._most_restores)
 
     @property
     def motion(self) -> SampledMotion | None:
-        """How far rows of the state that is saved next move, as far as can be foreseen."""
+        """Forecast of how far rows of the state that is saved next move; None if not known."""
         known = [motion for b in self.branches.values() if (motion := b.motion())]
         return known[-1] if known else None
 
     @property
     def motion_before(self) -> SampledMotion | None:
-        """How far they had moved until the last restore, as far as can be foreseen."""
+        """How far rows of that state had moved up to the last restore; None if not known."""
         known = [b.motion_before for b in self.branches.values() if b.motion_before]
         return known[-1] if known else None
 
     def _branch(self, lineage: str, clock: int) -> Branch:
-        """The branch of a lineage; a fresh one where the state went back in memory.
+        """Branch of a lineage; a fresh one if the state went back in memory.
 
-        Rows of the time in between then have stamps that say nothing about the checkpoints
-        taken before, and that stays so if this save fails and the clock catches up.
+        Rows that changed in between then have stamps that say nothing about the checkpoints taken
+        before. That stays so if this save fails and the clock catches up.
         """
-        # Whether a lineage from nowhere goes on with what was restored cannot be seen.
+        # An unknown lineage may go on with what was restored, so it counts all restores.
         unknown = Branch(restores=self._most_restores)
         branch = self.branches.setdefault(lineage, unknown)
         if clock < branch.last_clock:
@@ -416,7 +416,7 @@ class Planner:
         return branch
 
     def _ahead(self, branch: Branch, lineage: str) -> Branch:
-        """A branch as it is once all is committed that has begun in its lineage."""
+        """Branch as it will be once all saves that have begun in its lineage are committed."""
         before = branch.history
         for begun in self.begun.values():
             plan = begun.plan
@@ -433,7 +433,7 @@ class Planner:
         return branch
 
     def _legal(self, ledger: Ledger, branch: Branch) -> list[Entry]:
-        """Legal parents that are there or being written, and do not go."""
+        """Legal parents that are committed or being written, and that retention keeps."""
         known = (*ledger.committed(), *ledger.in_flight())
         return [
             entry
@@ -477,7 +477,7 @@ class Planner:
         return full_because(reason)
 
     def _seen(self, ledger: Ledger, branch: Branch) -> list[SaveRecord]:
-        """The saves of a branch since its latest full one, as the policy sees them."""
+        """Records for the policy of the saves of a branch since its latest full one."""
         there = {entry.step: entry for entry in self._legal(ledger, branch)}
         foreseen = {each.step: each.bytes for each in branch.history}
 
@@ -485,7 +485,7 @@ class Planner:
             entry = there.get(step)
             if entry is None or not ledger.carries(entry):
                 return None
-            # What is committed rests on nothing that is not; chains may be long.
+            # A committed entry rests on committed ones only, so the walk may end there.
             flying = itertools.takewhile(
                 lambda each: not each.is_committed, ledger.along(entry)
             )
@@ -495,7 +495,7 @@ class Planner:
         return records(branch.history, restored)
 
     def _why_no_parent(self, ledger: Ledger, branch: Branch, decision: Decision) -> str:
-        """Why the parent that a decision names is none."""
+        """Why a save cannot rest on the parent that a decision names."""
         for entry in self._legal(ledger, branch):
             if entry.step == decision.parent:
                 return (
@@ -506,7 +506,7 @@ class Planner:
     def _obstacle(
         self, ledger: Ledger, branch: Branch, doubt: str, begins: bool
     ) -> str | None:
-        """Why no delta is possible, whatever the policy says; None if one is."""
+        """Why no delta is possible, whatever the policy says; None if one may be."""
         if not branch.parents:
             if branch.no_parents:
                 return branch.no_parents
@@ -531,7 +531,7 @@ class Planner:
         if branch.tip is None:
             return False
         if self._min_fulls == 1:
-            # What deltas rest on is one, unless dense files of it are gone.
+            # The full checkpoint below the tip is the one, unless its dense files are gone.
             return ledger.harm_of(ledger.chain(branch.tip)[-1]) is not None
         flying = (e for e in ledger.in_flight() if e.uuid in branch.parents)
         found = branch_of(branch.tip, [*ledger.restorable(), *flying])
@@ -540,7 +540,7 @@ class Planner:
     def _parent(
         self, ledger: Ledger, branch: Branch, decision: Decision
     ) -> ParentRef | None:
-        """The parent a decision names, if it is legal and its chain is whole."""
+        """Parent that a decision names; None if it is not legal or its chain is not whole."""
         for entry in self._legal(ledger, branch):
             if entry.step == decision.parent and ledger.carries(entry):
                 return ParentRef(
@@ -552,9 +552,9 @@ class Planner:
 
 
 def motion_of(chain: Sequence[Entry]) -> SampledMotion | None:
-    """How far rows had moved in the last step of a chain, which may hold too few to tell.
+    """How far rows had moved in the last step of a chain; None if no step tells.
 
-    Then by the newest one before it that is of the same lineage: of others it was another way.
+    Else the newest before it of the same lineage tells: others count from another restore.
     """
     known = [entry.known for entry in reversed(chain) if entry.known]
     same = (each.motion for each in known if each.lineage == known[0].lineage)

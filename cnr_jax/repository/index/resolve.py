@@ -1,4 +1,4 @@
-"""The chain of a step, read anew from its manifests: what a restore replays."""
+"""The chain of a step, which a restore replays, read anew from its manifests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cnr_jax.repository.store import AnyPath, store_of
 def resolve_chain(
     root: AnyPath, directory: str, item: str
 ) -> list[tuple[str, Manifest]]:
-    """The checkpoints to replay, the full one first and `directory` last.
+    """Reads the checkpoints to replay, the full one first and `directory` last.
 
     Args:
-        root: holds the step directories.
+        root: root that holds the step directories.
         directory: name of the step directory to restore.
         item: name of the item in each step directory.
 
@@ -30,7 +30,7 @@ def resolve_chain(
         The name of each step directory and its manifest.
 
     Raises:
-        ParentMissingError: if a parent is not there or is another than the named one.
+        ParentMissingError: if a parent is missing, or is not the checkpoint that its child names.
         ChainError: if the parents lead in a circle.
         IntegrityError: if the manifest of the step itself is missing or damaged.
         ManifestError: if a manifest is damaged, or the tables of a chain differ.
@@ -39,8 +39,8 @@ def resolve_chain(
         return _resolved(root, directory, item)
     except errors.ParentMissingError as error:
         try:
-            # Who has merged a step, or removes what it rests on, may have been killed before
-            # the step itself was removed.
+            # A program that merged a step, or was removing what it rests on, may have been killed
+            # before it removed the step itself.
             return _resolved(root, directory, item, by_merged=True)
         except errors.ParentMissingError:
             raise error from None
@@ -49,7 +49,7 @@ def resolve_chain(
 def _resolved(
     root: AnyPath, directory: str, item: str, *, by_merged: bool = False
 ) -> list[tuple[str, Manifest]]:
-    """As `resolve_chain`; by what stands for a parent also where the parent is there."""
+    """As `resolve_chain`; `by_merged` prefers a full stand-in even if the parent still exists."""
     chain: list[tuple[str, Manifest]] = []
 
     def above(entry: Entry) -> Entry | None:
@@ -73,7 +73,7 @@ def _resolved(
 
 
 def _foreseen(root: AnyPath, directory: str) -> list[str]:
-    """Step directories of the chain, as far as the catalogue tells of them."""
+    """Step directories of the chain, as far as the catalogue knows them."""
     entries = catalogue.read(root).entries
     entry = entries.get(directory)
     if entry is None:
@@ -87,7 +87,7 @@ def _read_parent(
     parent: ParentRef,
     chain: Sequence[tuple[str, Manifest]],
 ) -> tuple[str, Manifest]:
-    """A parent, or what stands for it: the name of its directory, and its manifest."""
+    """Reads a parent, or what stands for it: the name of its directory, and its manifest."""
     child, heir = chain[0][0], chain[-1][0]
     if any(manifest.uuid == parent.uuid for _, manifest in chain):
         raise errors.ChainError(
@@ -98,7 +98,7 @@ def _read_parent(
         )
     path = root / parent.directory
     try:
-        # Of whatever step: which checkpoint it must be, its uuid says.
+        # The step number is not checked: the uuid says which checkpoint it must be.
         manifest = read_manifest(path / item)
     except errors.IntegrityError as error:
         if error.kind == "manifest_missing":
@@ -122,7 +122,7 @@ def _read_parent(
             f"  hint: bring back the {parent.directory} that {heir} was saved on, or"
             " restore another step",
             kind="foreign_parent",
-            # The parent itself is as good as any: what names it is not.
+            # The checkpoint in the place of the parent is whole; the one that names it is not.
             path=os.fspath(root / heir / item),
         )
     return parent.directory, manifest
@@ -131,7 +131,7 @@ def _read_parent(
 def _stand_in(
     root: AnyPath, item: str, parent: ParentRef
 ) -> tuple[str, Manifest] | None:
-    """The merged checkpoint that stands for a parent which is not there any more."""
+    """Finds the merged checkpoint that stands for a parent; None if there is none."""
     plain = names.plain(parent.directory)
     alike = step_directories(
         root, lambda n: names.may_be_step(n) and names.plain(n) == plain
@@ -140,7 +140,7 @@ def _stand_in(
         try:
             manifest = read_committed(root, name, item)
         except errors.CnrError:
-            continue  # what is missing is the parent
+            continue  # the caller then reports the parent as missing
         if entry_of(name, manifest).answers_to(parent.uuid):
             return name, manifest
     return None
@@ -152,7 +152,7 @@ def _picture(chain: Sequence[tuple[str, Manifest]], last: str, note: str) -> str
 
 
 def _check_tables(root: AnyPath, chain: Sequence[tuple[str, Manifest]]) -> None:
-    """A delta holds rows of the very tables of its parent: names, leaves and shapes."""
+    """Checks that each delta has the tables of its parent: names, leaves and shapes."""
     for (name, parent), (child_name, child) in itertools.pairwise(chain):
         if parent.tables != child.tables:
             raise errors.ManifestError(

@@ -1,7 +1,7 @@
-"""Keeping the parents of what is kept, and deleting all else children first.
+"""Retention: keeps the parents of the steps that are kept, and deletes others children first.
 
-Orbax's preservation policies look at one checkpoint at a time. The policy here wraps one of them
-and keeps, beside what it keeps, all that these rest on.
+Orbax's preservation policies look at one checkpoint at a time. The policy here wraps one of them,
+and also keeps all checkpoints that those it keeps rest on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _log = logger(__name__)
 
 
 class StepInfo(Protocol):
-    """What Orbax tells a policy about a checkpoint."""
+    """Information about a checkpoint that Orbax gives a policy."""
 
     @property
     def step(self) -> int:
-        """Its step."""
+        """Step number of the checkpoint."""
         ...
 
 
@@ -40,16 +40,16 @@ class Preserving(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What becomes of the steps of a root.
+    """Decision about which steps of a root stay.
 
     Attributes:
-        reasons: why each step stays that does, by its number; all others go.
-        wanted: steps that the rule itself keeps, of the run that it counts in.
+        reasons: why a step stays, by its number; all other steps go.
+        wanted: steps that the rule itself keeps, all of the run that it counts in.
         left: steps of the run that a rollback has left behind.
-        spared: steps that stay only because folders that cannot be read may rest on them.
-        crowded: whether the rule lets go of a step of the run. What its rollbacks have set aside
-            counts as older than all its steps, and goes then.
-        fulls: full checkpoints that what is wanted rests on, and those kept beside them.
+        spared: steps that stay only because unreadable folders may rest on them.
+        crowded: whether the rule lets go of a step of the run. The steps that its rollbacks have
+            set aside count as older than all others, and go then.
+        fulls: full checkpoints that the wanted steps rest on, and those kept beside them.
     """
 
     reasons: Mapping[int, str]
@@ -68,16 +68,16 @@ def kept_steps(
     min_fulls: int,
     because: str,
 ) -> Kept:
-    """Which steps stay, and why.
+    """Decides which steps stay, and why.
 
     Args:
-        ledger: of the root; its `run` is the one whose steps are counted and may go.
-        steps: all that are there.
-        rule: says of steps, oldest first, which to keep. It sees those alone that restore, and
-            decides about what led to the newest step by that alone; to what rollbacks have left
-            behind all of that is newer.
-        min_fulls: full checkpoints of the newest branch that stay if anything does.
-        because: why a step stays that the rule keeps.
+        ledger: ledger of the root. Only steps of its `run` are counted, and may go.
+        steps: numbers of all steps of the root.
+        rule: picks from steps, oldest first, those to keep. It sees only steps that restore. It
+            decides about the newest branch as if there were no other, and about what rollbacks
+            have left behind as if that were older than the branch.
+        min_fulls: number of full checkpoints of the newest branch that stay if any step does.
+        because: reason for the steps that the rule keeps.
     """
     known = {step: ledger.by_step(step) for step in steps}
     others = {e.step for e in ledger.committed() if not e.is_of(ledger.run)}
@@ -100,7 +100,7 @@ def kept_steps(
         if wanted and len(held) < min_fulls and step not in held:
             reasons[step] = f"{min_fulls} full checkpoints are to be kept"
             held.append(step)
-    # What steps up to the newest unreadable one rest on is not known.
+    # Unreadable folders may rest on any step that is not newer than themselves.
     newest = max(map(step_number, ledger.unknown), default=-1)
     spared = [s for s in sorted(known) if s <= newest and s not in reasons]
     text = f"folders up to {newest} cannot be read, and may rest on it"
@@ -117,7 +117,7 @@ def kept_steps(
 
 
 def _keep_parents(ledger: Ledger, reasons: dict[int, str]) -> None:
-    """Adds what the steps that stay rest on."""
+    """Adds the steps that those in `reasons` rest on."""
     walked = set[str]()
     for step in sorted(reasons, reverse=True):
         entry = ledger.by_step(step)
@@ -132,11 +132,11 @@ def _keep_parents(ledger: Ledger, reasons: dict[int, str]) -> None:
 def _parted(
     known: Mapping[int, Entry | None], steps: Set[int]
 ) -> tuple[list[int], list[Entry]]:
-    """What rollbacks have left behind, and the newest branch, which may be being written.
+    """Parts steps into those that rollbacks have left behind, and those of the newest branch.
 
-    Apart, since no order of all suits every rule. In that of generations "the latest three" would
-    let go of the step that the run went back to before what was left behind, which is newer. And
-    one that keeps a step an hour takes no step that is older than one that it saw before.
+    The two are kept apart, since no common order suits every rule. In order of generations, "the
+    latest three" would let go of the step that the run went back to before the steps that were
+    left behind after it. And a rule that keeps a step an hour takes none older than one it saw.
     """
     entries = [entry for step in steps if (entry := known[step])]
     tip = max(entries, key=order, default=None)
@@ -148,23 +148,23 @@ def _parted(
 
 
 class ChainPreservation:
-    """Keeps what an inner policy keeps, and every checkpoint those depend on.
+    """Preservation policy that keeps what an inner policy keeps, and all that this depends on.
 
     The inner policy sees checkpoints oldest first. It decides about those that led to the newest
     as if there were no others, and about those that rollbacks have left behind as if they were
-    older than all of these. It does not see steps that cannot be restored, so that those do not
+    older than all of these. It does not see steps that cannot be restored, so that these do not
     take the place of others. Deltas without their parent are kept, in case it is brought back.
-    While a step has no readable manifest, everything older is kept: it may depend on any of it.
-    Steps of other runs than the one that saves are kept, and not shown to the inner policy either:
-    a run that begins beside others replaces none of theirs. Steps of plain Orbax that were adopted
-    are of the run that saves, but as long as it has no full checkpoint, they are kept like those
-    of others.
+    While a step has no readable manifest, everything older is kept, since it may depend on any of
+    it. Steps of other runs than the one that saves are kept too, and the inner policy does not see
+    them: a run that begins beside others replaces no steps of theirs. Adopted steps of plain Orbax
+    belong to the run that saves. As long as that has no full checkpoint, they are kept like steps
+    of other runs.
 
     Args:
-        inner: an Orbax preservation policy; None keeps everything.
+        inner: Orbax preservation policy; None keeps everything.
         ledger: returns the current ledger, or None before the first save or restore.
         consulted: called each time the policy is asked; from then on deltas are safe.
-        min_fulls: full checkpoints that stay if any step does.
+        min_fulls: number of full checkpoints that stay if any step does.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ChainPreservation:
     ) -> None:
         self._inner, self._ledger, self._consulted = inner, ledger, consulted
         self._min_fulls = min_fulls
-        # Folders that were blamed together: each save would name them again.
+        # Folders that the log has blamed together, so that not each save names them again.
         self._blamed: set[frozenset[str]] = set()
         self._has_explained = False
 
@@ -208,7 +208,7 @@ class ChainPreservation:
         if dropped and not self._has_explained:
             self._has_explained = True
             _explain(found, dropped, self._min_fulls)
-        # What is about to be deleted must not become a parent any more.
+        # A step that is about to be deleted must not become a parent any more.
         for entry in [ledger.by_step(step) for step in dropped]:
             if entry is not None:
                 ledger.doom(entry.directory)
@@ -216,7 +216,7 @@ class ChainPreservation:
         return [info.step in found.reasons for info in checkpoints]
 
     def _say_what_is_spared(self, ledger: Ledger, spared: Sequence[int]) -> None:
-        """Says that the disk fills, why, and what to do."""
+        """Warns that the disk fills up, and says why, and what to do."""
         blamed = [name for name in ledger.unknown if step_number(name) >= spared[0]]
         if frozenset(blamed) in self._blamed:
             return
@@ -240,7 +240,7 @@ class ChainPreservation:
 
 
 def _explain(found: Kept, dropped: Sequence[int], min_fulls: int) -> None:
-    """Says, when steps are first deleted, what is kept and what that is worth."""
+    """Logs, when steps are first deleted, which steps stay, and what they rest on."""
     beside = sorted(found.reasons.keys() - found.wanted)
     text = f"the policy keeps {_listed(sorted(found.wanted))}"
     if beside:
@@ -262,20 +262,20 @@ def _explain(found: Kept, dropped: Sequence[int], min_fulls: int) -> None:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """Some step numbers, at most five."""
+    """Text of at most five step numbers, and of how many more there are."""
     more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
     return (", ".join(map(str, steps[-5:])) or "none") + more
 
 
 def _lost(ledger: Ledger) -> set[int]:
-    """Steps that cannot be restored: without parent or manifest, or found damaged."""
+    """Numbers of steps that cannot be restored: without parent or manifest, or damaged."""
     unreadable = {step_number(directory) for directory in ledger.folders}
     good = {entry.step for entry in ledger.restorable()}
     return {entry.step for entry in ledger.committed()} - good | unreadable
 
 
 def _not_replaced(ledger: Ledger) -> set[int]:
-    """Adopted steps, as long as all that was saved since may be lost with one save."""
+    """Adopted steps, as long as the run that saves has no full checkpoint that restores."""
     for entry in ledger.restorable():
         if entry.kind == "full" and entry.run == ledger.run:
             return set()
@@ -285,8 +285,8 @@ def _not_replaced(ledger: Ledger) -> set[int]:
 def blockers(ledger: Ledger, directory: str) -> list[str]:
     """Step directories that keep one from being deleted, the newest first.
 
-    These are all that depend on it, also those that cannot be restored for another reason, and
-    those of which that is not known.
+    These are all that depend on it, even if they cannot be restored for another reason, and newer
+    unreadable ones, which may depend on it.
     """
     known = [entry.directory for entry in ledger.dependents(directory)]
     named = [
@@ -305,9 +305,9 @@ def blockers(ledger: Ledger, directory: str) -> list[str]:
 
 
 def children_first(ledger: Ledger, directories: Iterable[str]) -> list[str]:
-    """Step directories in an order in which none goes before one that depends on it.
+    """Step directories in an order in which each comes after all that depend on it.
 
-    Unknown ones come first: they might depend on any other.
+    Unreadable ones come first, since they might depend on any other.
     """
 
     def depth(directory: str) -> tuple[float, str]:

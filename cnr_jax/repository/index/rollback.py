@@ -1,11 +1,11 @@
 """Rollback: where a run goes back to an older step, and which steps that leaves behind.
 
-The first save after a rollback is of a higher generation, so its branch is the newest. Steps of the
-branch that was left stay where they are, but for those that are moved aside: what is in the place
-of the save, all from its step on where the loop begins again from nothing, and the whole root where
-a new run begins. This module decides which; `upkeep.aside` moves them, and back if the save fails.
-Where folders cannot be renamed, what is in the place of a save keeps its name, and the save gets
-another: its commit leaves them behind.
+The first save after a rollback has a higher generation, so its branch is the newest. Steps of the
+branch that was left stay where they are, except for those that are set aside: those in the place of
+the save, all from its step on if the loop begins again from nothing, and the whole root if a new
+run begins. This module decides which. `upkeep.aside` moves them, and moves them back if the save
+fails. Where folders cannot be renamed, a step in the place of a save keeps its name, and the save
+gets another one, whose commit leaves that step behind.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from cnr_jax.repository.store import can
 def generation_of_next(ledger: Ledger, tip: Entry | None, nonce: str) -> int:
     """Generation of the next save: that of the head if the save goes on from it, else a higher one.
 
-    Or that of a save that is being written, if it goes on from that.
+    If the save goes on from one that is being written, it is the generation of that one.
 
-    Unreadable steps may be of the head's generation and newer, or each of a later one: a
-    restored branch must stay the highest, should they become readable again.
+    Unreadable steps may be of the head's generation and newer, or each of a later one. The
+    generation is above all of these, so that a restored branch stays the newest should they become
+    readable again.
 
     Args:
         ledger: ledger of the root.
-        tip: checkpoint that the save goes on from; None: none that is known.
+        tip: checkpoint that the save goes on from; None if none is known.
         nonce: digits that uuids of saves of this process begin with.
 
     Raises:
-        SaveError: if there is none that manifests can hold.
+        SaveError: if the generation is larger than manifests can hold.
     """
     if tip is not None and not tip.is_committed:
         return tip.generation
@@ -44,7 +45,7 @@ def generation_of_next(ledger: Ledger, tip: Entry | None, nonce: str) -> int:
     if head is not None and tip is not None and tip.uuid == head.uuid:
         if not unknown or tip.uuid.startswith(nonce):
             return head.generation
-    # A merged step may have a higher one in its name.
+    # The name of a merged step may have a higher generation than its manifest.
     named = map(names.branch_generation, ledger.all_directories())
     highest = max([highest, *(each - unknown for each in named)])
     if highest + unknown >= LARGEST:
@@ -59,18 +60,18 @@ def generation_of_next(ledger: Ledger, tip: Entry | None, nonce: str) -> int:
 def in_the_way(
     ledger: Ledger, tip: Entry | None, directory: str, generation: int, run: str
 ) -> list[Entry]:
-    """Steps that a branch has left and that are in the place of a save, dependents first.
+    """Steps of a branch left behind that are in the place of a save, dependents first.
 
     Args:
         ledger: ledger of the root.
-        tip: checkpoint that the save goes on from; None: none that is known.
-        directory: step directory that is in the place of the save, if it is there.
+        tip: checkpoint that the save goes on from; None if none is known.
+        directory: step directory in the place of the save, which need not exist.
         generation: generation of the save.
         run: run of the save.
 
     Raises:
-        DependentsExistError: if what is there is not left behind: it is of somebody else, of
-            another run, of this branch, or the restored chain needs it.
+        DependentsExistError: if that directory must stay: another program wrote it, or it belongs
+            to another run or to this branch, or the restored chain needs it.
     """
     step = names.step_number(directory)
     folder = ledger.folders.get(directory)
@@ -86,7 +87,7 @@ def in_the_way(
     entry = ledger.entries.get(directory)
     if entry is None:
         return []
-    # One that nobody can restore, say a delta copied here without its parent, goes aside.
+    # A step that nobody can restore, say a delta copied here without its parent, is set aside.
     if not entry.is_of(run) and ledger.is_whole(entry):
         raise errors.DependentsExistError(
             f"step {step} cannot be saved: the folder {directory} holds"
@@ -121,15 +122,15 @@ def room_for(
     run: str,
     left: Sequence[Entry],
 ) -> tuple[str, list[Entry]]:
-    """Finds the step directory of a save, and what goes aside, or is left behind, for it.
+    """Finds the step directory of a save, and the steps that it sets aside or leaves behind.
 
     Args:
         ledger: ledger of the root.
-        tip: checkpoint that the save goes on from; None: none that is known.
-        directory: step directory of the save, by its plain name.
+        tip: checkpoint that the save goes on from; None if none is known.
+        directory: plain name of the step directory of the save.
         generation: generation of the save.
         run: run of the save.
-        left: steps that are moved aside because a new run begins.
+        left: steps that are set aside because a new run begins.
 
     Raises:
         DependentsExistError: see `in_the_way`.
@@ -138,7 +139,7 @@ def room_for(
     if all(entry.directory != standing for entry in left):
         found += in_the_way(ledger, tip, standing, generation, run)
     if left:
-        # What was left behind would be steps again, were others moved from beside it.
+        # Steps in `left` of the ledger would be steps again once those beside them are moved.
         return directory, [*found, *map(ledger.movable, [*ledger.left])]
     return _directory_of(ledger, directory, standing, generation), found
 
@@ -146,9 +147,9 @@ def room_for(
 def _directory_of(
     ledger: Ledger, directory: str, standing: str, generation: int
 ) -> str:
-    """Step directory of a save for which nothing is moved: a name of its own, if need be."""
+    """Step directory of a save that moves none of the root: a branched name if need be."""
     root = ledger.root
-    # What a rollback has left behind hides all of an earlier generation, a plain name above all.
+    # Beside a step that a rollback left behind, a plain name would count as left behind too.
     is_left = standing != directory or directory in map(names.plain, [*ledger.left])
     is_there = standing in ledger.entries or standing in ledger.folders
     stays = root is not None and not can(root).renames
@@ -157,10 +158,10 @@ def _directory_of(
 
 
 def from_step_on(ledger: Ledger, run: str | None, step: int) -> list[Entry]:
-    """Steps of a run from one on, if it has got that far, dependents first.
+    """Steps of a run from `step` on, dependents first; none if the run has not got that far.
 
-    Fresh touched rows at such a step are of a loop that begins again from nothing: what
-    retention counts for it is none of the steps before.
+    Fresh touched rows at such a step come from a loop that begins again from nothing. For that
+    loop, retention must not count these steps.
     """
     own = [entry for entry in ledger.committed() if entry.run == run]
     if not own or step > own[-1].step:
@@ -172,7 +173,7 @@ def from_step_on(ledger: Ledger, run: str | None, step: int) -> list[Entry]:
 
 
 def all_of_root(ledger: Ledger) -> list[Entry]:
-    """All checkpoints of a root, dependents first, which a new run leaves behind.
+    """All checkpoints of a root, dependents first, which a new run sets aside.
 
     Raises:
         OSError: if the root cannot be seen or listed.

@@ -1,8 +1,8 @@
-"""Of which run of training a save is.
+"""Runs: finds out to which run of training a save belongs.
 
-Retention deletes steps of that run only, so a save joins a run where that is known (its root was
-restored, or its touched rows come from there), and never begins one in a root that holds
-checkpoints, unless that is asked for.
+Retention deletes steps of that run only. So a save joins a run if that is known: a step of the root
+was restored, or the touched rows come from there. It never begins a run in a root that holds
+checkpoints, unless the user asks for one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _log = logger(__name__)
 
 
 class RestoredRun(NamedTuple):
-    """Of which run a step is that was restored.
+    """Run of a step that was restored.
 
     Attributes:
-        root: that it was restored from.
-        run: empty where the step names none.
-        encoding: of its rows, that saves go on with; None: not known.
+        root: root that the step was restored from.
+        run: run of the step; empty if it names none.
+        encoding: encoding of its rows, which saves go on with; None if it is not known.
     """
 
     root: str
@@ -37,10 +37,10 @@ class RestoredRun(NamedTuple):
     encoding: EncodingEntry | None
 
 
-# The lineage of stamps, and their clock.
+# Lineage of stamps, and their clock.
 Stamps = tuple[str, int]
-# Of all restores of this process: a state may be restored by one manager and saved by another.
-# By lineage; the oldest go first.
+# Runs of all restores of this process, by lineage: one manager may restore a state, and another
+# one save it. When there are too many, the oldest go first.
 _restored_runs: dict[str, RestoredRun] = {}
 _REMEMBERED = 1024
 
@@ -48,16 +48,16 @@ _REMEMBERED = 1024
 def note_restored(
     root: AnyPath, lineage: str, run: str, encoding: EncodingEntry | None
 ) -> None:
-    """Notes the run of a step of a root, restored with fresh touched rows of this lineage."""
+    """Notes the run of a step of a root that was restored with touched rows of a fresh lineage."""
     _restored_runs[lineage] = RestoredRun(_real(root), run, encoding)
     while len(_restored_runs) > _REMEMBERED:
         del _restored_runs[next(iter(_restored_runs))]
 
 
 def run_restored(root: AnyPath | None, lineage: str) -> RestoredRun | None:
-    """The run of the step of a root that was restored with touched rows of this lineage.
+    """Run of the step of a root that was restored with touched rows of this lineage.
 
-    None if it was not restored from there in this process.
+    None if this process did not restore them from that root.
     """
     known = _restored_runs.get(lineage)
     if known is None or root is None:
@@ -70,28 +70,29 @@ def _real(root: AnyPath) -> str:
 
 
 class Runs:
-    """The runs of one root, as the process that decides about its saves knows them.
+    """Runs of one root, as known to the process that decides about its saves.
 
     Args:
-        nonce: that uuids of saves of this process begin with.
-        new_run: a run begins here, though the root holds checkpoints, unless one is restored.
+        nonce: digits that uuids of saves of this process begin with.
+        new_run: whether a run begins here even in a root that holds checkpoints, unless one is
+            restored.
 
     Attributes:
-        current: the run that was restored or saved last; None: neither was done here.
-        new_run: as it was given.
+        current: run that was restored or saved last; None if neither happened here.
+        new_run: the argument.
     """
 
     def __init__(self, nonce: str, *, new_run: bool = False) -> None:
         self._nonce, self.new_run = nonce, new_run
         self.current: str | None = None
-        # How rows are stored in runs that were taken over; none of those that began here.
+        # How rows are stored, by run; runs that began here are not in it.
         self._encodings: dict[str, EncodingEntry | None] = {}
-        # Whether that was restored, so that no other can begin here.
+        # Whether `current` was restored, so that `new_run` begins no other here.
         self._is_restored = False
         self._is_new_run_refused = False
-        # Where a save of this process may be that it does not know to be committed.
+        # Step directories to which this process has planned a save, committed or not.
         self._tried: set[str] = set()
-        # Of each lineage that was saved or restored here, for as long as this process lives.
+        # Run of each lineage that was saved or restored here, for as long as this process lives.
         self._known: dict[str, str] = {}
 
     def saved(self, lineage: str, run: str) -> None:
@@ -99,13 +100,13 @@ class Runs:
         self.current = self._known[lineage] = run
 
     def restored(self, lineage: str, run: str, encoding: EncodingEntry | None) -> None:
-        """Notes that a step of a run goes on as `lineage`, with rows stored as they were there."""
+        """Notes that a restored step of a run goes on as `lineage`, with this encoding of rows."""
         self.saved(lineage, run)
         self._is_restored = True
         self._encodings[run] = encoding
 
     def encoding_of(self, run: str) -> EncodingEntry | None:
-        """How rows of a run are stored, as it told when it was taken over; None: it began here."""
+        """How rows of a run are stored; None if that is not known, or the run began here."""
         return self._encodings.get(run)
 
     def tries(self, directory: str) -> None:
@@ -113,17 +114,17 @@ class Runs:
         self._tried.add(directory)
 
     def check_origin(self, ledger: Ledger, touched: Stamps | None) -> None:
-        """Makes sure that a save of a state is of a run that may save here.
+        """Checks that a save of a state belongs to a run that may save here.
 
         Args:
-            ledger: of the root.
+            ledger: ledger of the root.
             touched: lineage and clock of the touched rows that go with the state; None without
                 any.
 
         Raises:
-            UsedRootError: if the root holds checkpoints, and neither was one restored, nor
-                does the state come from there, nor is a new run asked for.
-            SaveError: if storage does not say whether a save of this process is there.
+            UsedRootError: if the root holds checkpoints, but none of them was restored, the state
+                does not come from there, and no new run was asked for.
+            SaveError: if storage does not say whether an earlier save of this process is committed.
         """
         if self.current is not None:
             return
@@ -146,9 +147,9 @@ class Runs:
     def of_save(
         self, ledger: Ledger, touched: Stamps | None, step: int, uuid: str
     ) -> tuple[str, list[Entry]]:
-        """The run of a save, and the steps that go aside because it is a new one.
+        """Run of a save, and the steps that are set aside because that run is new.
 
-        A new run is called after the save that it begins with.
+        The name of a new run is the uuid of its first save.
 
         Raises:
             UsedRootError, SaveError: see `check_origin`.
@@ -177,7 +178,7 @@ class Runs:
         return (uuid if later else self.current), later
 
     def _whose(self, ledger: Ledger, touched: Stamps | None) -> str | None:
-        """The run that touched rows belong to; None if it is not known."""
+        """Run that touched rows belong to; None if it is not known."""
         if touched is None:
             return None
         if touched[0] in self._known:
@@ -189,7 +190,7 @@ class Runs:
         return None if saved is None else saved.run
 
     def _joinable(self, ledger: Ledger, touched: Stamps | None) -> str | None:
-        """The run that a first save joins; None if there is none that it goes on with."""
+        """Run that the first save of this process joins; None if it goes on with none."""
         own = self._own(ledger)
         return own[-1] if own else self._whose(ledger, touched)
 
@@ -199,7 +200,7 @@ class Runs:
 
 
 def _encoding_of(ledger: Ledger, touched: Stamps | None) -> EncodingEntry | None:
-    """How rows are stored in the run that a save joins; None if it joins none."""
+    """How rows are stored in the run that a save joins; None if that is not known."""
     if touched is None:
         return None
     restored = run_restored(ledger.root, touched[0])
@@ -210,7 +211,7 @@ def _encoding_of(ledger: Ledger, touched: Stamps | None) -> EncodingEntry | None
 
 
 def _saved_with(ledger: Ledger, lineage: str, clock: int) -> Entry | None:
-    """The newest checkpoint that touched rows of a lineage and clock were saved with."""
+    """Newest checkpoint of a lineage that was saved at this clock or before; None without one."""
     for entry in reversed(ledger.committed()):
         found = entry.known
         if found is not None and found.lineage == lineage:
@@ -220,7 +221,7 @@ def _saved_with(ledger: Ledger, lineage: str, clock: int) -> Entry | None:
 
 
 def _used_root(ledger: Ledger, found: Sequence[str], hint: str) -> errors.UsedRootError:
-    """The error for a save into a root that nothing was restored from."""
+    """Makes the error for a save into a root from which nothing was restored."""
     ours = ledger.committed()
     steps = sorted(names.step_number(directory) for directory in found)
     span = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"

@@ -1,9 +1,9 @@
-"""Which steps may lack rows, as an audit found later: noted in the root, for whoever restores.
+"""Suspects: steps that may lack rows, as an audit found later, noted in the root for restores.
 
-An audit that fails writes no step, but it tells something about deltas that are committed: rows
-that changed without being recorded are not in them. The steps are whole as far as anybody can
-read, so that nothing else would tell. The note is advice: a root without it, or with one that
-cannot be understood, is read and written as any other.
+A save whose audit fails writes no step, but the audit says something about committed deltas: they
+lack the rows that changed without being recorded. These steps look whole to every reader, so
+nothing else would tell. The note is advice: a root without one, or with one that cannot be
+understood, is read and written like any other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cnr_jax.repository.store import AnyPath, read_small, replace_durably
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# Far more than a root has steps to name; a file that is larger is none of ours.
+# Far more than the steps of a root take; this library writes no larger file.
 _MOST_BYTES = 1 << 20
 # No file system has longer names.
 _NAME_BYTES = 255
@@ -32,9 +32,9 @@ class Suspect(NamedTuple):
     """A step that may lack rows.
 
     Attributes:
-        directory: of the step.
-        uuid: of the checkpoint in it.
-        since: the step in which the rows were last seen right; None if it is not known.
+        directory: name of the step directory.
+        uuid: uuid of the checkpoint in it.
+        since: number of the step in which the rows were last seen right; None if not known.
     """
 
     directory: str
@@ -43,7 +43,7 @@ class Suspect(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """Number of the step."""
         return names.step_number(self.directory)
 
 
@@ -53,13 +53,13 @@ def explain(
     committed: Sequence[Entry],
     clocks: Mapping[str, int],
 ) -> None:
-    """Says in the error of an audit which steps may lack rows, and notes them in the root.
+    """Adds to the error of an audit which steps may lack rows, and notes them in the root.
 
     Args:
-        error: tells since when rows are missed.
-        root: of the run.
+        error: error of the audit, with the clock at which the rows were last seen right.
+        root: root of the run.
         committed: checkpoints of the root, newest last.
-        clocks: of the checkpoints that the run may rest on, by uuid.
+        clocks: clocks of the checkpoints that the run may rest on, by uuid.
     """
     found = [entry for entry in committed if _may_lack(entry, error)]
     right = [
@@ -83,7 +83,7 @@ def explain(
 
 
 def _may_lack(entry: Entry, error: errors.AuditError) -> bool:
-    """Whether a checkpoint holds what was recorded in a time in which other rows changed."""
+    """Whether a checkpoint is a delta of the audited lineage, saved after the error's clock."""
     made = entry.known
     if made is None or entry.kind != "delta" or made.lineage != error.lineage:
         return False
@@ -91,20 +91,20 @@ def _may_lack(entry: Entry, error: errors.AuditError) -> bool:
 
 
 def note(root: AnyPath, suspects: Iterable[Suspect]) -> None:
-    """Adds steps to those that are noted.
+    """Adds steps to the note in a root.
 
     Raises:
-        OSError: if that is not possible.
+        OSError: if the note cannot be read or written.
     """
     known = {each.uuid: each for each in (*_read(root), *suspects)}
     _write(root, known.values())
 
 
 def copy(root: AnyPath, other: AnyPath) -> None:
-    """Notes in another root, which is new, what is noted in this one.
+    """Copies the note of this root to another one, which is new.
 
     Raises:
-        OSError: if that is not possible.
+        OSError: if the note cannot be read or written.
     """
     noted = _read(root)
     if noted:
@@ -112,13 +112,13 @@ def copy(root: AnyPath, other: AnyPath) -> None:
 
 
 def forget_gone(root: AnyPath, ledger: Ledger) -> bool:
-    """Drops what is noted of steps that are surely not there any more.
+    """Drops from the note the steps that certainly do not exist any more.
 
     Returns:
-        Whether anything is noted still, as far as is known.
+        Whether any step is still noted, as far as is known.
     """
     noted = read(root)
-    # One that storage does not give out may be the step that is meant.
+    # A folder that storage does not give out may be the noted step.
     left = [
         each
         for each in noted
@@ -133,13 +133,13 @@ def forget_gone(root: AnyPath, ledger: Ledger) -> bool:
 
 
 def warn(noted: Iterable[Suspect], root: AnyPath, ledger: Ledger, step: int) -> None:
-    """Says in the log which steps may lack rows.
+    """Warns in the log which steps may lack rows.
 
     Args:
-        noted: in the root.
-        root: from which a step was restored.
-        ledger: of the root.
-        step: that was restored.
+        noted: suspects noted in the root.
+        root: root from which a step was restored.
+        ledger: ledger of the root.
+        step: number of the restored step.
     """
     found = [each for each in noted if _is_there(each, ledger)]
     if not found:
@@ -159,7 +159,7 @@ def warn(noted: Iterable[Suspect], root: AnyPath, ledger: Ledger, step: int) -> 
 
 
 def read(root: AnyPath) -> tuple[Suspect, ...]:
-    """What is noted in a root; nothing where it cannot be read, with a warning."""
+    """Suspects noted in a root; none, with a warning, if the note cannot be read."""
     try:
         return _read(root)
     except OSError as error:
@@ -168,10 +168,10 @@ def read(root: AnyPath) -> tuple[Suspect, ...]:
 
 
 def _read(root: AnyPath) -> tuple[Suspect, ...]:
-    """What is noted in a root; nothing where it cannot be understood, with a warning.
+    """Suspects noted in a root; none, with a warning, if the note cannot be understood.
 
     Raises:
-        OSError: if storage does not give it out.
+        OSError: if storage does not give the note out.
     """
     path = root / names.SUSPECTS
     try:
@@ -195,7 +195,7 @@ def _suspect_of(document: object) -> Suspect:
     since = document["since"]
     if not isinstance(directory, str) or not isinstance(uuid, str):
         raise TypeError("expected the name of a step and its uuid")
-    # Its number is asked for, and a number of thousands of digits is none for Python.
+    # `step` turns the name into a number, and Python refuses thousands of digits.
     if len(directory) > _NAME_BYTES or not (
         names.is_component(directory) and names.may_be_step(directory)
     ):
@@ -219,7 +219,7 @@ def _write(root: AnyPath, suspects: Iterable[Suspect]) -> None:
 
 
 def _listed(steps: Iterable[int]) -> str:
-    """The newest steps of some, and how many there are."""
+    """Text of the newest steps, at most ten, and of how many came before."""
     known = sorted(steps)
     shown = ", ".join(map(str, known[-_SHOWN:]))
     return (
