@@ -1,10 +1,10 @@
-"""Files of roots on any storage: what is there, digests, and the order in which they are durable.
+"""Files of roots on any storage: looking, reading, digests, and writing in a durable order.
 
-Below a root all that looks at files, or writes, renames and removes them, does it by these
-functions, or by those of the store of a path.
+All code that looks at files below a root, or writes, renames or removes them, calls these
+functions, or those of the store of the path.
 
 Writers of rows and manifests sync what they write. Orbax syncs nothing: neither its own files, nor
-directories it renames, nor the root. What is missing is done here.
+directories it renames, nor the root. Functions here do the rest.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from cnr_jax.repository.store.once import asking_once as asking_once
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-_PART_BYTES = 64 << 10  # of a small file, read at once
+_PART_BYTES = 64 << 10  # bytes of a small file that are read at once
 _LOCAL = LocalStore()
-# By the scheme of a URL: a new kind of storage is a module beside these, and a line here.
+# Stores by the scheme of a URL. A new kind of storage takes a module beside these, and a line here.
 REMOTE: dict[str, Store] = {
     "gs": BucketStore(),
     "s3": BucketStore(),
@@ -49,12 +49,12 @@ def store_of(path: AnyPath) -> Store:
 
 
 def can(path: AnyPath) -> Capabilities:
-    """What the store that a path is in can do."""
+    """Capabilities of the store that a path is in."""
     return store_of(path).can
 
 
 def exists(path: AnyPath) -> bool:
-    """Whether something is there; links are followed.
+    """Whether a path leads to something; links are followed.
 
     Raises:
         OSError: if that cannot be seen.
@@ -68,7 +68,7 @@ def exists(path: AnyPath) -> bool:
 
 
 def is_directory(path: AnyPath) -> bool:
-    """Whether a directory is there; links are followed.
+    """Whether a path leads to a directory; links are followed.
 
     Raises:
         OSError: if that cannot be seen.
@@ -77,7 +77,7 @@ def is_directory(path: AnyPath) -> bool:
 
 
 def is_named(path: AnyPath) -> bool:
-    """Whether there is something of this name, be it a link that leads nowhere.
+    """Whether a path exists, even as a link that leads nowhere.
 
     Raises:
         OSError: if that cannot be seen.
@@ -86,7 +86,7 @@ def is_named(path: AnyPath) -> bool:
 
 
 def is_gone(path: AnyPath) -> bool:
-    """Whether a path is seen, at no cost, to lead to nothing, not even a link; False in doubt."""
+    """Whether a path certainly does not exist; False in doubt, and where a look is a request."""
     try:
         return can(path).cheap_looks and not is_named(path)
     except OSError:
@@ -94,34 +94,34 @@ def is_gone(path: AnyPath) -> bool:
 
 
 def names_in(folder: AnyPath) -> list[str]:
-    """Names of all that lies in a folder of a root, sorted; none where it is gone, or no folder.
+    """Names of all files and folders in a folder, sorted; empty if it is gone, or no folder.
 
-    A run may be saving in the root: whatever is seen there may be removed before it is listed.
+    It may be gone although the caller has just seen it: a run may be saving in the root.
 
     Raises:
-        OSError: if it cannot be listed, though it is there.
+        OSError: if the folder exists, but cannot be listed.
     """
     return store_of(folder).names_in(folder)
 
 
 def size_of(path: AnyPath) -> int:
-    """Bytes of a file."""
+    """Size of a file in bytes."""
     return store_of(path).size_of(path)
 
 
 def read_small(path: AnyPath, limit_bytes: int) -> bytes:
-    """The contents of a file that no digest vouches for.
+    """Reads a file that no digest vouches for.
 
     Whatever is in its place, this neither waits for ever nor fills the memory.
 
     Raises:
-        FormatError: if it is no file, such as a pipe or a device, or has more than
+        FormatError: if it is not a file, but say a pipe or a device, or has more than
             `limit_bytes`.
-        OSError: if it is not there or cannot be read.
+        OSError: if it is missing or cannot be read.
     """
     parts, left = list[bytes](), limit_bytes + 1
     with store_of(path).open_file(path) as stream:
-        # To ask for all at once takes memory for all, which the system clears first: 10 ms.
+        # A read of `limit_bytes` would allocate them all, which the system clears first: 10 ms.
         while left and (part := stream.read(min(left, _PART_BYTES))):
             parts.append(part)
             left -= len(part)
@@ -134,12 +134,12 @@ def read_small(path: AnyPath, limit_bytes: int) -> bytes:
 
 
 def read_all(path: AnyPath) -> bytes:
-    """The contents of a file."""
+    """Reads a whole file."""
     return store_of(path).read(path)
 
 
 def read_end(path: AnyPath, count: int) -> bytes:
-    """The last bytes of a file, or all of it if there are fewer."""
+    """Reads the last `count` bytes of a file, or all of it if it has fewer."""
     return store_of(path).read_end(path, count)
 
 
@@ -147,14 +147,14 @@ def write_durably(path: AnyPath, data: bytes) -> FileDigest:
     """Writes a file so that it survives a power cut once its directory is synced.
 
     Returns:
-        Its digest, with the file's name as path.
+        Digest of the file, with its name as path.
     """
     store_of(path).write(path, data, replaces=False)
     return digest_of(path.name, data)
 
 
 def replace_durably(path: AnyPath, data: bytes) -> None:
-    """Writes a file that is there whole or as it was before, whatever happens meanwhile."""
+    """Writes a file durably; after a crash it is either whole or as it was before."""
     store_of(path).write(path, data, replaces=True)
 
 
@@ -164,22 +164,22 @@ def sync_directory(path: AnyPath) -> None:
 
 
 def syncs_directories(path: AnyPath) -> bool:
-    """Whether folders can be synced where a folder is, or will be made."""
+    """Whether folders can be synced in the file system of a folder, which need not exist yet."""
     return store_of(path).syncs_directories(path)
 
 
 def locks_files(path: AnyPath) -> bool:
-    """Whether programs can lock files where a folder is, or will be made."""
+    """Whether files can be locked in the file system of a folder, which need not exist yet."""
     return store_of(path).locks_files(path)
 
 
 def sync_tree(directory: AnyPath, but: Collection[str] = ()) -> None:
-    """Makes all that is below a directory durable, but what is called so right in it."""
+    """Makes everything below a directory durable, except its own entries named in `but`."""
     store_of(directory).sync_tree(directory, but)
 
 
 def missing_directories(root: AnyPath) -> list[AnyPath]:
-    """Which of a root and the directories above it do not exist yet, the root first."""
+    """Paths of the root and the directories above it that do not exist yet, the root first."""
     found: list[AnyPath] = []
     path, store = root, store_of(root)
     while (
@@ -197,12 +197,12 @@ def sync_made(made: Sequence[AnyPath]) -> None:
             try:
                 sync_directory(path.parent)
             except PermissionError as error:
-                # Making a directory takes no right to read the one it is in.
+                # A program may make a directory without the right to read the one above it.
                 _log.warning("that %s was made may not be durable: %s", path, error)
 
 
 def make_root(root: AnyPath) -> None:
-    """Makes a root, and the folders above it, durably; nothing where it is there."""
+    """Makes a root and the folders above it, durably; does nothing if the root exists."""
     made = missing_directories(root)
     if made or not can(root).renames:
         store_of(root).make_folder(root)

@@ -1,4 +1,4 @@
-"""Specs of arrays: what TensorStore has to know of one to make or open it."""
+"""Specs of arrays, from which TensorStore makes or opens them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from cnr_jax.format import names
 from cnr_jax.repository.store import AnyPath, in_memory, store_of
 from cnr_jax.repository.store.checked import numpy_dtype
 
-# Level 1 of zstd takes in 0.6 GB/s a core of codes and gives out 0.55, and
-# `tests/benchmarks/entropy.py` has others. In numbers of several bytes the high ones repeat, so
-# they are packed apart from the rest: float32 rows take 0.84 of their bytes then, and 0.93
-# together, and are read some times faster.
+# Level 1 of zstd compresses 0.6 GB/s of codes a core, and decompresses 0.55 GB/s;
+# `tests/benchmarks/entropy.py` measures other levels. The high bytes of numbers repeat, so they are
+# packed apart from the low ones. float32 rows then take 0.84 of their bytes instead of 0.93, and
+# are read some times faster.
 _PLANES = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle"}
-# Bytes that are packed apart at a time: in blocks of 32 KiB, blosc's own choice, nothing is gained.
+# Bytes of a block that is packed so. With 32 KiB, blosc's own choice, nothing is gained.
 _PLANES_BLOCK_BYTES = 1 << 20
 # What zarr v3 calls zero where it is not a number.
 _ZEROS = {"bool": False, "complex64": [0, 0], "complex128": [0, 0]}
@@ -22,10 +22,10 @@ _ZEROS = {"bool": False, "complex64": [0, 0], "complex128": [0, 0]}
 def spec_of(
     path: AnyPath, dtype: str, length: int, chunk: int, compression: str | None = None
 ) -> dict[str, Any]:
-    """What TensorStore has to know of an array to open it.
+    """Spec by which TensorStore makes or opens an array.
 
     Raises:
-        OptionError: if it does not take the path.
+        OptionError: if TensorStore does not take the path.
     """
     grid = {"name": "regular", "configuration": {"chunk_shape": [chunk]}}
     metadata = {
@@ -51,11 +51,11 @@ def spec_of(
 
 
 def _codec(compression: str, dtype: str) -> dict[str, Any]:
-    """The zarr codec by which chunks are compressed."""
+    """Zarr codec that compresses the chunks."""
     if compression == names.ZSTD:
         return {"name": "zstd", "configuration": {"level": 1}}
     if compression == names.PACKED_ROWS:
-        # Which TensorStore does not know: see packed_arrays.py.
+        # TensorStore does not know this codec: see packed_arrays.py.
         return {"name": "cnr_jax.packed_rows", "configuration": {}}
     sizes = {
         "typesize": numpy_dtype(dtype).itemsize,

@@ -1,12 +1,11 @@
 """One-dimensional zarr v3 arrays with crc32c: appended to by a save, read in slices by a restore.
 
-The checksum is the outermost codec: where chunks are compressed it is that of the compressed
-bytes, so nothing is handed to a decompressor that was not compared first. Chunks are written once,
-whole, from memory that nobody changes afterwards; those that are read are compared with what the
-manifest says.
+The checksum is the outermost codec. Where chunks are compressed it covers the compressed bytes, so
+a decompressor gets only bytes that were compared first. Chunks are written once, whole, from memory
+that nobody changes afterwards. Chunks that are read are compared with the manifest.
 
-TensorStore writes and reads the files, or where it does not reach a store makes chunks of elements
-and elements of chunks in memory: then one client speaks to the store, with one set of keys.
+TensorStore writes and reads the files. Where it does not reach a store, it turns elements into
+chunks and back in memory, so that one client speaks to the store, with one set of keys.
 """
 
 from __future__ import annotations
@@ -49,30 +48,30 @@ from cnr_jax.repository.store.kept_chunks import ChunkValues, KeptChunks, contex
 from cnr_jax.rows.codecs.packed import unpack_rows
 from cnr_jax.rows.codecs.sparse import SparseRows, joined_rows
 
-# Bytes of a chunk at most: 16 MiB write at disk speed, 1 MiB 2 to 3 times slower, each synced.
+# Most bytes of a chunk: 16 MiB write at disk speed, 1 MiB 2 to 3 times slower, each synced.
 CHUNK_BYTES = 16 << 20
-# An array is cut into so many chunks while they have `LEAST_CHUNK_BYTES`, because who wants a few
-# rows reads whole chunks. Of 4 M x 64 at 4 bits 100 neighbours take 6 % of the bytes so, and 22 %
-# from chunks of 16 MiB; a save takes 1.05 times as long until it is durable, a restore 0.85.
+# An array is cut into this many chunks, if each has `LEAST_CHUNK_BYTES`: to read a few rows takes
+# whole chunks. Of 4 M x 64 at 4 bits, 100 neighbours then take 6 % of the bytes, not 22 % as with
+# chunks of 16 MiB. A save takes 1.05 times as long until it is durable, a restore 0.85.
 CHUNKS = 24
 LEAST_CHUNK_BYTES = 2 << 20
-# Least bytes of an array that is compressed. What says so takes about 100 bytes of metadata and
+# Least bytes of an array that is compressed. Compression adds about 100 bytes to metadata and
 # manifest, and zstd seldom gains 10 % of codes.
 COMPRESSED_LEAST_BYTES = 1 << 10
 # Chunks of one array in flight: one is written while the next is filled.
 _IN_FLIGHT = 3
-# Slices of at most this many bytes are cut from whole chunks, which are kept: a read of its own
-# costs 0.2 ms, as much as to read 1 MiB more.
+# Slices of at most this many bytes are cut from whole chunks, which are kept: a separate read
+# costs 0.2 ms, as much as reading 1 MiB more.
 SMALL_READ_BYTES = 1 << 20
-# Bytes of packed chunks that are unpacked while those before them are used.
+# Most bytes of packed chunks that threads unpack while those before them are used.
 UNPACKED_AHEAD_BYTES = 32 << 20
 _Decoded = TypeVar("_Decoded")
 
 
 def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> int:
-    """Elements of a chunk: chunks of equal size, padded by less than an element each.
+    """Number of elements in a chunk: chunks of equal size, padded by less than an element each.
 
-    zarr stores the last chunk of a regular grid whole; with a fixed chunk size an array just
+    zarr stores the last chunk of a regular grid whole. So with a fixed chunk size, an array just
     over the limit would take twice its bytes.
 
     Example:
@@ -87,16 +86,16 @@ def chunk_length(length: int, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> 
 
 
 class ArrayWriter:
-    """Appends to one array; `finish` makes it durable and describes it.
+    """Writer that appends to one array; `finish` makes it durable and describes it.
 
     Args:
         path: directory of the array.
         dtype: dtype of its elements.
-        length: elements that will be appended, or where `exact` is False the most there can be:
-            chunks are of a quarter of `CHUNK_BYTES`, as nothing may come, and cut at the end.
-        compression: `"zstd"`: chunks are compressed by it, if it pays, and what has several bytes
-            an element by its bytes apart; None: they are not.
-        syncs: whether what is written is synced; else whoever calls does it.
+        length: number of elements to append. If `exact` is False, the most there can be: chunks
+            then have a quarter of `CHUNK_BYTES`, as few may come, and the array is cut at the end.
+        compression: `"zstd"` compresses chunks with it if that pays, elements of several bytes
+            with their bytes apart. None does not compress.
+        syncs: whether files are synced as they are written; if not, the caller must do it.
     """
 
     def __init__(
@@ -111,11 +110,11 @@ class ArrayWriter:
     ) -> None:
         self._path, self._dtype, self._length = path, dtype, length
         self._exact, self._compression = exact, compression
-        # No cache: it would keep what was written, and with it all that was handed over as a view.
+        # No cache: it would keep what was written, and so all memory that was passed as a view.
         self._context = context(0, syncs=syncs)
         self._is_in_memory = store_of(path).kvstore(path) is None
         if self._is_in_memory:
-            self._context = ts.Context()  # whose memory is its own
+            self._context = ts.Context()  # a memory of its own
         self._item = numpy_dtype(dtype)
         if compression is not None and self._item.itemsize > 1:
             self._compression = names.BLOSC
@@ -126,12 +125,12 @@ class ArrayWriter:
             self._chunk = max(1, min(length, limit // self._item.itemsize))
         self._buffer = np.empty(self._chunk, self._item)
         self._filled = self._written = 0
-        # What waits until a chunk is on storage.
+        # Functions that wait until a chunk is on storage.
         self._pending: collections.deque[Callable[[], Any]] = collections.deque()
-        # Size and checksum of chunks that were made in memory.
+        # Sizes and checksums of chunks that were made in memory.
         self._made: list[tuple[int, int]] = []
         self._metadata: bytes | None = None
-        # Made on storage while rows are encoded; where nothing may come, once something does.
+        # Created on storage while rows are encoded; if nothing may come, only when something does.
         self._store = self._create() if exact and length else None
 
     def _create(self) -> ts.Future[ts.TensorStore]:
@@ -144,16 +143,16 @@ class ArrayWriter:
 
     @property
     def position(self) -> int:
-        """Elements appended so far: the offset of what is appended next."""
+        """Number of elements appended so far, the offset of the next one."""
         return self._written + self._filled
 
     def append(self, values: np.ndarray, *, copies: bool = True) -> None:
         """Appends `values`, flattened; they must have the array's dtype.
 
         Args:
-            values: that are appended.
-            copies: them, so that they may be changed afterwards; else only what does not fill a
-                chunk, and the others are referred to until they are on storage.
+            values: values to append.
+            copies: whether to copy them, so that they may be changed afterwards. If not, only a
+                part of a chunk is copied; whole ones must not change until they are on storage.
         """
         flat = np.ascontiguousarray(values).reshape(-1)
         if flat.dtype != self._item:
@@ -175,7 +174,7 @@ class ArrayWriter:
                 self._flush()
 
     def drain(self) -> None:
-        """Waits until nothing that was appended without a copy is referred to."""
+        """Waits until the caller may change all that was appended without a copy."""
         while self._pending:
             self._pending.popleft()()
 
@@ -202,7 +201,7 @@ class ArrayWriter:
         self._written = stop
 
     def _put(self, chunk: int) -> Callable[[], Any]:
-        """Starts to store a chunk that was made in memory."""
+        """Starts to store a chunk made in memory; returns a function that waits for that."""
         assert self._store is not None
         data = in_memory.take(self._store.result(), f"c/{chunk}")
         self._made.append((len(data), int.from_bytes(data[-4:], "little")))
@@ -210,7 +209,7 @@ class ArrayWriter:
         return in_memory.start(write_durably, file, data).result
 
     def end(self) -> None:
-        """Starts to write what is left: nothing more is appended."""
+        """Starts to write the remaining elements; nothing may be appended after that."""
         if self._store is None and self._filled:
             self._length = self._chunk = self._filled
         if self._filled:
@@ -223,7 +222,7 @@ class ArrayWriter:
             self._pending.append(put.result)
 
     def _shrink(self) -> None:
-        """Gives the array the length that it has got, where that was not known before."""
+        """Cuts the array to the number of elements that came, if that was not known before."""
         if self._written < self._length and not self._exact:
             assert self._store is not None
             self._store.result().resize(
@@ -233,11 +232,11 @@ class ArrayWriter:
             ).result()
 
     def finish(self) -> ArrayEntry | None:
-        """Waits until everything is on storage.
+        """Waits until the whole array is on storage.
 
         Returns:
-            The array's entry for the process manifest; None when nothing was to be appended,
-            and then nothing was written.
+            Entry of the array for the process manifest; None if nothing was appended or expected,
+            and so nothing was written.
         """
         self.end()
         if self._store is None:
@@ -253,7 +252,7 @@ class ArrayWriter:
         return self._describe()
 
     def stop(self) -> None:
-        """Waits until nothing is being written, and frees what was to be."""
+        """Waits until nothing is being written, and frees the elements that were not."""
         if self._store is not None:
             self._store.exception()
         while self._pending:
@@ -285,17 +284,17 @@ class ArrayWriter:
 
 
 class ArrayReader:
-    """Reads slices of an array that a process manifest describes.
+    """Reader of slices of an array that a process manifest describes.
 
-    `zarr.json` is not consulted: the manifest, whose digest was checked, says all that is
-    needed, so damage to `zarr.json` cannot change what is read.
+    It does not read `zarr.json`: the manifest, whose digest was checked, has all that is needed. So
+    damage to `zarr.json` cannot change what is read.
 
     Args:
         path: directory of the array.
-        entry: its entry in the process manifest.
+        entry: entry of the array in the process manifest.
         verify: whether each chunk's checksum is compared with the manifest's. TensorStore
             compares the chunk's data with its checksum in any case.
-        kept: holds the chunks that small slices are cut from; None: a store of its own.
+        kept: cache of the chunks that small slices are cut from; None for one of its own.
     """
 
     def __init__(
@@ -309,32 +308,32 @@ class ArrayReader:
         self._path, self._entry, self._verify = path, entry, verify
         self._kept = kept if kept is not None else KeptChunks()
         self._dtype = numpy_dtype(entry.dtype)
-        # Chunks whose files were there, and of the right sizes.
+        # Chunks whose files were found with the right sizes.
         self._stored: set[int] = set()
         compression = entry.compressed.codec if entry.compressed else None
         spec = spec_of(path, entry.dtype, entry.length, entry.chunk, compression)
-        # What is being read of chunks that are about to be asked for.
+        # Reads and unpackings, by chunk, that were started before the chunk is asked for.
         self._ahead: dict[int, Future[bytes]] = {}
         self._unpacking: dict[int, Future[SparseRows]] = {}
         self._store: ts.TensorStore | None = None
-        # Of an array that has one chunk, made of what was read.
+        # Without a store, the spec of an array of one chunk, which decodes each file that was read.
         self._spec, self._is_packed = spec, compression == names.PACKED_ROWS
         if self._is_packed or store_of(path).kvstore(path) is None:
             spec["metadata"]["shape"] = [entry.chunk]
             return
-        # Not in the spec: `open=True` would override it there, and read zarr.json.
+        # Not in the spec, where `open=True` would override it, and read zarr.json.
         self._store = ts.open(
             spec, open=True, assume_metadata=True, context=self._kept.context
         ).result()
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the chunks that were read so far, each once."""
+        """Bytes of the chunks that were read so far, each counted once."""
         sizes = file_bytes(self._entry)
         return sum(sizes[chunk] for chunk in self._stored)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Elements `start` to `stop`, checked; not to be written to. Raises as `start` does."""
+        """Reads and checks elements `start` to `stop`, which are read-only. Raises as `start`."""
         return self.start(start, stop)()
 
     def start(
@@ -343,19 +342,19 @@ class ArrayReader:
         """Starts to read elements `start` to `stop`.
 
         Args:
-            start: first element.
-            stop: the one after the last.
-            out: where they go, `[stop - start]` of the array's dtype; None: an array of their
-                own, not to be written to.
+            start: index of the first element.
+            stop: index after the last element.
+            out: array `[stop - start]` of the array's dtype that takes them; None for an array of
+                their own, which callers must not write to.
 
         Returns:
-            What waits for them and returns them; it raises IntegrityError as this does.
+            Function that waits for the elements and returns them; raises IntegrityError as this.
 
         Raises:
             IntegrityError: if a chunk is missing, damaged or not the one of this array.
             FormatError: if the slice is not inside the array.
         """
-        # Of a packed chunk nothing is read without unpacking all of it, which is done once.
+        # A packed chunk has to be unpacked as a whole, which is done once.
         if self._is_packed:
             return self._start_unpacking(start, stop, out)
         if (stop - start) * self._dtype.itemsize > SMALL_READ_BYTES:
@@ -368,10 +367,10 @@ class ArrayReader:
     def start_rows(
         self, start: int, stop: int, width: int
     ) -> Callable[[], SparseRows] | None:
-        """Starts to read elements `start` to `stop` as rows without those of zeros.
+        """Starts to read elements `start` to `stop` as rows, without rows of zeros.
 
         Returns:
-            As `start`; None if they are not stored so.
+            As `start`; None if the array is not packed, or the slice or chunks cut a row.
         """
         if not self._is_packed or any(
             n % width for n in (start, stop, self._entry.chunk)
@@ -406,7 +405,7 @@ class ArrayReader:
         return result
 
     def _unpack_ahead(self, start: int, stop: int) -> None:
-        """Has other threads unpack the chunks of some elements, as far as they may be ahead."""
+        """Starts to unpack the chunks of some elements in other threads, within the limit."""
         self.check_stored(start, stop)
         nbytes = self._entry.chunk * self._dtype.itemsize
         for chunk, _, _ in self._cuts(start, stop):
@@ -418,7 +417,7 @@ class ArrayReader:
                 self._unpacking[chunk] = work
 
     def _unpacked(self, chunk: int) -> SparseRows:
-        """A packed chunk."""
+        """Reads and unpacks a packed chunk."""
         ahead = self._ahead.pop(chunk, None)
         data = self._read_file(chunk) if ahead is None else ahead.result()
         count = min(self._entry.chunk, self._entry.length - chunk * self._entry.chunk)
@@ -429,13 +428,13 @@ class ArrayReader:
         return self._decoded(chunk, data, unpacked)
 
     def _cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Chunks that have some elements, and the first and last of these in each."""
+        """Chunks with elements `start` to `stop`, and the start and stop of these in each."""
         size = self._entry.chunk
         for chunk in range(start // size, -(-stop // size) if start < stop else 0):
             yield chunk, max(0, start - chunk * size), min(size, stop - chunk * size)
 
     def _small(self, start: int, stop: int) -> np.ndarray:
-        """A few elements, cut from whole chunks."""
+        """Reads a few elements, cut from whole chunks that are kept."""
         self.check_stored(start, stop)
         found = list[np.ndarray]()
         for chunk, low, high in self._cuts(start, stop):
@@ -447,7 +446,7 @@ class ArrayReader:
         return np.concatenate([*found, np.empty(0, self._dtype)])
 
     def chunk(self, chunk: int) -> ChunkValues:
-        """A whole chunk, read from storage and checked; from any thread.
+        """Reads a whole chunk from storage and checks it; any thread may call this.
 
         Raises:
             IntegrityError: if it is missing, damaged or not the one of this array.
@@ -463,7 +462,7 @@ class ArrayReader:
         return self._start(start, stop, None)()
 
     def read_ahead(self, limit_bytes: int) -> int:
-        """Starts to read all chunks, where each is a request and they fit; returns their bytes."""
+        """Starts to read all chunks where each is a request, if they fit; returns their bytes."""
         sizes = file_bytes(self._entry)
         if self._store is not None or sum(sizes) > limit_bytes:
             return 0
@@ -472,10 +471,10 @@ class ArrayReader:
         return sum(sizes)
 
     def check_stored(self, start: int, stop: int) -> None:
-        """Checks that files of the right sizes are there for elements `start` to `stop`.
+        """Checks that the chunks of elements `start` to `stop` are files of the right sizes.
 
         Raises:
-            IntegrityError: if a file is missing, is none, or is too small.
+            IntegrityError: if one is missing, is not a file, or has another size.
             FormatError: if the slice is not inside the array.
         """
         if not 0 <= start <= stop <= self._entry.length:
@@ -488,8 +487,8 @@ class ArrayReader:
         size = self._entry.chunk
         for chunk in range(start // size, -(-stop // size)):
             if chunk not in self._stored:
-                # Elsewhere it would be a request for each chunk; large ones alone can promise
-                # more than a manifest has room for, as each takes some bytes of it.
+                # Elsewhere this takes a request for each chunk, so only large ones are checked.
+                # Small ones cannot promise much, as each takes some bytes of the manifest.
                 nbytes = size * self._dtype.itemsize
                 if can(self._path).cheap_looks or nbytes > 4 * CHUNK_BYTES:
                     check_chunk_file(self._path, self._entry, chunk)
@@ -504,7 +503,7 @@ class ArrayReader:
         if self._store is None:
             return self._fetch(chunks, start, stop, out)
         if self._entry.compressed is not None:
-            # Nothing is handed to a decompressor that was not compared first.
+            # A decompressor gets only bytes that were compared first.
             self._check(chunks)
         source = self._store[start:stop]
         future: ts.Future[Any] | ts.WriteFutures
@@ -520,13 +519,13 @@ class ArrayReader:
             except ValueError as error:
                 if not means_damage(error):
                     raise
-                self._check(chunks)  # which names the chunk
+                self._check(chunks)  # its error names the chunk
                 text = str(error).splitlines()[0][:300]
                 fact = f"is damaged in elements {start} to {stop}\n  {text}"
                 raise damage(
                     self._path, fact, kind_of(error, "data_damaged")
                 ) from error
-            # After, because a file may have been replaced before it was read.
+            # Compared after the read, because a file may have been replaced before it.
             self._check(chunks)
             return np.asarray(found) if out is None else out
 
@@ -535,7 +534,7 @@ class ArrayReader:
     def _fetch(
         self, chunks: range, start: int, stop: int, out: np.ndarray | None
     ) -> Callable[[], np.ndarray]:
-        """Starts to read whole chunks, and makes elements of them in memory."""
+        """Starts to read whole chunks; the result decodes them in memory."""
         size = self._entry.chunk
         fetched = [
             self._ahead.pop(chunk, None) or in_memory.start(self._read_file, chunk)
@@ -554,7 +553,7 @@ class ArrayReader:
         return result
 
     def _read_file(self, chunk: int) -> bytes:
-        """What a chunk's file holds, which has the right size."""
+        """Reads the file of a chunk, and checks its size."""
         file = self._path / "c" / str(chunk)
         with reading(file):
             data = read_all(file)
@@ -570,21 +569,21 @@ class ArrayReader:
     def _decoded(
         self, chunk: int, data: bytes, decode: Callable[[bytes], _Decoded]
     ) -> _Decoded:
-        """What a chunk holds, checked."""
+        """Checks and decodes a chunk."""
         if self._verify:
-            # Nothing is handed to a decompressor that was not compared first.
+            # A decompressor gets only bytes that were compared first.
             self._compare(chunk, int.from_bytes(data[-4:], "little"))
         try:
             return decode(data)
         except errors.CnrError:
-            raise  # a package is missing, which is no damage
+            raise  # a package is missing, which does not mean damage
         except ValueError as error:
             text = str(error).splitlines()[0][:300]
             file = self._path / "c" / str(chunk)
             raise damage(file, f"is damaged\n  {text}", "data_damaged") from error
 
     def _check(self, chunks: range) -> None:
-        """Compares the checksums of chunks with the manifest's, if that is wanted."""
+        """Compares the checksums of chunks with the manifest's, if `verify` is set."""
         for chunk in chunks if self._verify else ():
             self._compare(chunk, stored_crc32c(self._path, chunk))
 

@@ -1,7 +1,7 @@
-"""What roots ask of storage: one class for each kind of it, and what that kind can do.
+"""Interface of storage: `Store`, which each kind of storage implements, and its capabilities.
 
-Paths are what Orbax hands over (`etils.epath` objects, which behave like `pathlib.Path`). What
-can be done at one is asked of its store, by `store_of`, and never guessed from the path.
+Paths are what Orbax hands over: `etils.epath` objects, which behave like `pathlib.Path`. Code asks
+the store of a path what it can do there, by `store_of`, and never guesses that from the path.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ AnyPath = Path | epath.Path
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a kind of storage can do.
+    """Capabilities of a kind of storage.
 
     Attributes:
-        renames: a folder gets another name at once, with all that is in it. Elsewhere a file in it
-            says what it is.
-        conditions: a file is written as a whole, on the condition that nothing is there, or what
-            was read before. Elsewhere locks keep programs apart.
-        locks: a file can be locked, and the lock goes with the process that holds it; not every
-            file system can, which trying shows.
-        appends: files can grow.
-        cheap_looks: whether a file is there, and its size, costs next to nothing; elsewhere each
-            look is a request.
-        paths: paths of `etils` reach it, and with them Orbax.
+        renames: whether a folder can be renamed at once, with all that is in it. Elsewhere a file
+            in the folder says what it is.
+        conditions: whether a write can require that there is no such file, or that it is as it was
+            read before. Elsewhere locks keep programs apart.
+        locks: whether a file can be locked until the process that holds the lock ends. Not every
+            file system can; only trying shows it.
+        appends: whether files can grow.
+        cheap_looks: whether it costs next to nothing to find out if a file exists, and its size.
+            Elsewhere each look is a request.
+        paths: whether paths of `etils`, and with them Orbax, reach this storage.
     """
 
     renames: bool
@@ -51,8 +51,8 @@ class Capabilities:
 class Store(Protocol):
     """Storage of one kind.
 
-    Absence is proven or an error: whoever asks whether something is there gets an OSError where
-    that cannot be seen, since a root that cannot be seen would look empty.
+    A store never reports a file as absent unless that is proven. If it cannot see whether a file
+    exists, it raises an OSError, since a root that cannot be seen would otherwise look empty.
     """
 
     can: Capabilities
@@ -60,7 +60,7 @@ class Store(Protocol):
     # Looks.
 
     def exists(self, path: AnyPath) -> bool:
-        """Whether something is there; links are followed.
+        """Whether a path leads to something; links are followed.
 
         Raises:
             OSError: if that cannot be seen.
@@ -68,7 +68,7 @@ class Store(Protocol):
         ...
 
     def is_directory(self, path: AnyPath) -> bool:
-        """Whether a folder is there; links are followed.
+        """Whether a path leads to a folder; links are followed.
 
         Raises:
             OSError: if that cannot be seen.
@@ -76,7 +76,7 @@ class Store(Protocol):
         ...
 
     def is_named(self, path: AnyPath) -> bool:
-        """Whether there is something of this name, be it a link that leads nowhere.
+        """Whether a path exists, even as a link that leads nowhere.
 
         Raises:
             OSError: if that cannot be seen.
@@ -84,19 +84,19 @@ class Store(Protocol):
         ...
 
     def is_file(self, path: AnyPath) -> bool:
-        """Whether a file is there; links are followed.
+        """Whether a path leads to a file; links are followed.
 
         Raises:
-            OSError: if that cannot be seen, or nothing is there.
+            OSError: if that cannot be seen, or the path leads to nothing.
         """
         ...
 
     def is_link(self, path: AnyPath) -> bool:
-        """Whether a link is there; False also where that cannot be seen."""
+        """Whether a path is a link; False also if that cannot be seen."""
         ...
 
     def is_special(self, path: AnyPath) -> bool:
-        """Whether a pipe, a socket or a device is there, which who reads it may wait for.
+        """Whether a path leads to a pipe, a socket or a device, where a reader might wait.
 
         Raises:
             OSError: if that cannot be seen.
@@ -104,18 +104,18 @@ class Store(Protocol):
         ...
 
     def link_target(self, path: AnyPath) -> str:
-        """Where a link leads, as it says."""
+        """Target of a link, as it is stored in the link."""
         ...
 
     def real(self, path: AnyPath) -> str:
-        """One text for all paths that lead to one place, also where nothing is."""
+        """Canonical text of a path, the same for all paths to one place; it need not exist."""
         ...
 
     def names_in(self, folder: AnyPath) -> list[str]:
-        """Names of all that lies in a folder, sorted; none where it is gone, or no folder.
+        """Names of all files and folders in a folder, sorted; empty if it is gone, or no folder.
 
         Raises:
-            OSError: if it cannot be listed, though it is there.
+            OSError: if the folder exists, but cannot be listed.
         """
         ...
 
@@ -125,232 +125,232 @@ class Store(Protocol):
         may_be: Callable[[str], bool],
         known: Collection[str] = (),
     ) -> list[str]:
-        """Names of the folders in a folder that may be called so, in any order.
+        """Names of the folders in a folder that `may_be` accepts, in any order.
 
         Args:
-            folder: to be listed.
-            may_be: whether a name is one that is looked for.
+            folder: folder to list.
+            may_be: tells whether the caller looks for a name.
             known: names that were found before, and are not looked at again.
 
         Raises:
-            OSError: if it cannot be listed.
+            OSError: if the folder cannot be listed.
         """
         ...
 
     def size_of(self, path: AnyPath) -> int:
-        """Bytes of a file."""
+        """Size of a file in bytes."""
         ...
 
     def state_of(self, path: AnyPath) -> tuple[int, ...] | None:
-        """What changes when a file is written or replaced; None where that cannot be seen.
+        """Numbers that change when a file is written or replaced; None where there are none.
 
         The time of the last change of its inode is left out: a backup that links the file sets it.
         """
         ...
 
     def modified_unix_secs(self, path: AnyPath) -> float:
-        """When a file or folder was last changed."""
+        """Unix time of the last change of a file or folder, in seconds."""
         ...
 
     def amiss(
         self, folder: AnyPath, files: Iterable[tuple[str, int]]
     ) -> Iterator[tuple[str, int]]:
-        """Which files below a folder are not seen to be there and to have so many bytes.
+        """Yields the files below a folder that are missing, or do not have the given size.
 
-        Where each look is a request, all: they are looked at one by one.
+        It also yields a file that the store cannot see, so the caller looks at it once more.
         """
         ...
 
     def bytes_below(self, folder: AnyPath) -> int:
-        """Bytes of all files in a folder; of a link none, as what it leads to stays."""
+        """Bytes of all files below a folder; 0 for a link, since its target would stay."""
         ...
 
     def free_bytes(self, path: AnyPath) -> int:
-        """Bytes for which there is room where a folder is, or will be made."""
+        """Bytes of free space for a folder, which need not exist yet."""
         ...
 
     def quick(self, path: AnyPath) -> AnyPath:
-        """The same path, as one that is quickly joined with names, of which there are many."""
+        """The same path in a form that is fast to join with thousands of names."""
         ...
 
     def forget_listings(self) -> None:
-        """Has what lies in folders be asked for anew, wherever it is kept in memory."""
+        """Forgets all answers that are kept in memory, such as listings of folders."""
         ...
 
     def fetch(self, paths: Iterable[AnyPath]) -> None:
-        """Reads files side by side which `read` is about to be asked for, in `asking_once`.
+        """Reads files side by side that the caller is about to `read`, within `asking_once`.
 
-        Where looks are requests, and only there. Who then asks for one that cannot be read gets the
-        error.
+        Only a store where looks are requests does so. If a file cannot be read, the later `read`
+        raises the error.
         """
         ...
 
     # Reading and writing files.
 
     def open_file(self, path: AnyPath) -> BinaryIO:
-        """Opens a file to be read, without waiting for a pipe.
+        """Opens a file for reading, without waiting for a pipe.
 
         Raises:
-            FormatError: if it is no file.
-            OSError: if it is not there or cannot be read.
+            FormatError: if it is not a file.
+            OSError: if it is missing or cannot be read.
         """
         ...
 
     def read(self, path: AnyPath) -> bytes:
-        """The contents of a file."""
+        """Reads a whole file."""
         ...
 
     def read_end(self, path: AnyPath, count: int) -> bytes:
-        """The last bytes of a file, or all of it if there are fewer."""
+        """Reads the last `count` bytes of a file, or all of it if it has fewer."""
         ...
 
     def write(self, path: AnyPath, data: bytes, *, replaces: bool) -> None:
-        """Writes a file, durable once its folder is synced.
+        """Writes a file, which is durable once its folder is synced.
 
         Args:
-            path: of the file.
-            data: all that is in it.
-            replaces: whether there may be one that others read: it is there whole, or as it was
-                before, whatever happens meanwhile. Else, in a crash, some of it.
+            path: path of the file.
+            data: its new contents.
+            replaces: whether others may read a file of this name. After a crash it is then whole,
+                or as it was before. If False, a crash may leave a part of it.
 
         Raises:
-            FileExistsError: if another is there that is not to be replaced; only where the store
-                does not rename.
+            FileExistsError: if there is another file, and `replaces` is False; only where the
+                store does not rename.
         """
         ...
 
     def write_new(self, path: AnyPath, data: bytes) -> None:
-        """Writes a file, whole, where nothing is.
+        """Writes a whole file at a path that does not exist yet.
 
         Raises:
-            FileExistsError: if something else is there; it stays.
+            FileExistsError: if the path exists; what is there stays.
         """
         ...
 
     def read_version(self, path: AnyPath) -> tuple[bytes, Any] | None:
-        """The contents of a file, and what tells them from others; None where there is none."""
+        """Reads a file and its version, which tells it from others; None if there is no file."""
         ...
 
     def swap(self, path: AnyPath, data: bytes, version: Any) -> Any:
         """Writes a file if it is still as it was read; only where the store knows conditions.
 
         Args:
-            path: of the file.
-            data: all that is in it.
-            version: as `read_version` told; None: there must be none.
+            path: path of the file.
+            data: its new contents.
+            version: version from `read_version`; None if there must be no such file.
 
-        Where the answer is lost it is read back: no two writers may write the same.
+        If the answer is lost, the file is read back. So no two writers may write the same data.
 
         Returns:
-            What tells it from others from now on.
+            New version of the file.
 
         Raises:
-            FileExistsError: if it is another.
+            FileExistsError: if the file has another version.
         """
         ...
 
     def append(self, path: AnyPath, line: bytes) -> None:
-        """Adds a line to a file, by one call, after what a killed program has left of one."""
+        """Appends a line to a file, after a line break if a killed program left part of one."""
         ...
 
     def lock(self, path: AnyPath) -> FileLock:
-        """Opens a file to lock it, which makes it; only where the store can."""
+        """Opens a file to lock it, and makes it if it is missing; only where the store can lock."""
         ...
 
     def sync_file(self, path: AnyPath) -> None:
-        """Makes a file durable that somebody else has written."""
+        """Makes a file durable that another writer, such as Orbax, has written."""
         ...
 
     def sync_directory(self, path: AnyPath) -> None:
-        """Makes the names in a folder durable."""
+        """Makes the entries of a folder durable."""
         ...
 
     def sync_tree(self, folder: AnyPath, but: Collection[str] = ()) -> None:
-        """Makes all that is below a folder durable, but what is called so right in it.
+        """Makes everything below a folder durable, except its own entries named in `but`.
 
-        Others may have put something there: links and what else is no file are left out, what is
-        gone by now, and what this program may not open, since it has not written it.
+        Other programs may have put something there. So this leaves out links and other special
+        files, files that are gone by now, and those that this program may not open.
         """
         ...
 
     def syncs_directories(self, path: AnyPath) -> bool:
-        """Whether folders can be synced where a folder is, or will be made."""
+        """Whether folders can be synced in the file system of a folder that need not exist yet."""
         ...
 
     def locks_files(self, path: AnyPath) -> bool:
-        """Whether programs can lock files where a folder is, or will be made."""
+        """Whether files can be locked in the file system of a folder that need not exist yet."""
         ...
 
     # Names.
 
     def make_folder(self, path: AnyPath, mode: int | None = None) -> None:
-        """Makes a folder, and those above it; nothing where it is there.
+        """Makes a folder and those above it; does nothing if it exists.
 
         Args:
-            path: of the folder.
-            mode: who may use it, where a store knows of that; None: as the system says.
+            path: path of the folder.
+            mode: permissions, where a store has them; None for the default of the system.
         """
         ...
 
     def move(self, path: AnyPath, target: AnyPath) -> None:
-        """Gives a file or folder another name; at once only where the store can."""
+        """Renames a file or folder; atomic only where the store renames."""
         ...
 
     def remove_file(self, path: AnyPath) -> None:
-        """Removes a file or a link, if it is there."""
+        """Removes a file or a link, if it exists."""
         ...
 
     def remove_folder(self, path: AnyPath) -> None:
         """Removes an empty folder.
 
         Raises:
-            OSError: if something is in it.
+            OSError: if it is not empty.
         """
         ...
 
     def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
-        """Removes a folder with all that is in it, or a link; returns what kept some of it."""
+        """Removes a folder with its contents, or a link; returns the errors of what remains."""
         ...
 
     # TensorStore.
 
     def kvstore(self, folder: AnyPath) -> str | dict[str, str] | None:
-        """What TensorStore calls a folder; None where it is not to reach it.
+        """TensorStore's spec of a folder; None where TensorStore must not read or write itself.
 
         Raises:
-            OptionError: if it does not take its path.
+            OptionError: if TensorStore does not take the path.
         """
         ...
 
     def check_usable(self, root: AnyPath) -> None:
-        """Checks that a root can be here, and be made.
+        """Checks that a root can be at this path, and be made there.
 
         Raises:
-            OptionError: if not.
+            OptionError: if it cannot.
             OSError: if that cannot be seen.
         """
         ...
 
 
 class FileLock(Protocol):
-    """A file that is open, to be locked."""
+    """An open file that can be locked."""
 
     def acquire(self) -> bool | None:
-        """Takes the lock, without waiting: whether that worked; None where there are none."""
+        """Tries to take the lock without waiting; returns whether it did, None without locks."""
         ...
 
     def close(self, *, unlocks: bool = True) -> None:
-        """Closes the file; `unlocks`: also for whoever has inherited it."""
+        """Closes the file; `unlocks` frees the lock even if another process inherited the file."""
         ...
 
 
 @contextlib.contextmanager
 def naming(path: AnyPath) -> Iterator[None]:
-    """Has errors name the path, which the system leaves out of what is done to open files."""
+    """Adds the path to errors of calls on open files, from which the system leaves it out."""
     try:
         yield
     except OSError as error:
-        # One without a number is of no call, and would lose its text, as ours would.
+        # An error without a number, or one of this library, would lose its text by a filename.
         ours = isinstance(error, errors.CnrError)
         if error.filename is None and error.errno is not None and not ours:
             error.filename = os.fspath(path)
@@ -358,7 +358,7 @@ def naming(path: AnyPath) -> Iterator[None]:
 
 
 class Streams:
-    """Reading files as streams, for stores that open them so."""
+    """Implementation of reads by `path.open`, for stores whose paths have it."""
 
     def read(self, path: AnyPath) -> bytes:
         with path.open("rb") as stream:
@@ -372,10 +372,10 @@ class Streams:
 
 
 class Objects:
-    """What is alike for all objects of buckets: no links, no locks, no folders, all durable."""
+    """Implementation for objects of any bucket: no links, locks or folders, and all is durable."""
 
     def is_file(self, path: AnyPath) -> bool:
-        return True  # reading shows it
+        return True  # a read shows whether it is one
 
     def is_link(self, path: AnyPath) -> bool:
         return False
@@ -417,7 +417,7 @@ class Objects:
         return True
 
     def locks_files(self, path: AnyPath) -> bool:
-        return True  # TensorStore needs none there
+        return True  # TensorStore needs no locks in buckets
 
     def remove_folder(self, path: AnyPath) -> None:
         pass  # there are none

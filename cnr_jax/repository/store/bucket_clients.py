@@ -1,4 +1,4 @@
-"""Clients of buckets, by the service: how often and how long they ask, and what errors mean."""
+"""Clients of buckets by service: how often and how long they try, and what their errors mean."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from cnr_jax.repository.store.base import AnyPath
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# By the scheme of a URL.
+# Modules of services by the scheme of a URL.
 SERVICES: dict[str, ModuleType] = {"gs": gs_clients, "s3": s3_clients}
-# How long a request may take, and how long one that fails is tried again.
+# Seconds that a request may take, and for which one that fails is tried again.
 _REQUEST_SECS, RETRY_SECS = 60, 60
 _CONNECT_SECS = 10
-# As many as fit into that: the pauses between them grow to some seconds.
+# More retries than fit into that time, since the pauses between them grow to some seconds.
 _RETRIES, _PAUSE_SECS = 100, 5
-# After which it is said what a program waits for.
+# Seconds after which the log says what a program waits for.
 _SILENT_SECS = 5
-# Before a put is tried again that met another: not all at the same time.
+# Most seconds before a put is tried again that met another; random, so that not all come at once.
 MEETING_SECS = 0.2
-# What says nothing about an object: the service did not answer, or not with what was asked for.
+# `errno` that says nothing about the object: the service did not answer, or not as it should.
 NO_ANSWER = getattr(errno, "EREMOTEIO", errno.EPROTO)
-# Where a client asks for keys if it is given none, and what it says of a request without a code;
-# the fact, and the name of its hint among those of the service.
+# Addresses that a client asks for keys if it has none. Then by words in an error without a code,
+# the fact, and the name of its hint among `HINTS` of the service.
 _ASKS_FOR_KEYS = re.compile(
     r"://(169\.254\.(169\.254|170\.2|170\.23)|metadata\.google\.internal)[/:]"
 )
@@ -56,15 +56,15 @@ _WITHOUT_CODE = {
 
 
 def service_of(path: AnyPath) -> Any:
-    """The service of a URL."""
+    """Module of the service of a URL."""
     return SERVICES[os.fspath(path).partition("://")[0]]
 
 
 def check_reachable(root: AnyPath) -> None:
-    """Checks that a client can be made for a root: packages, services and profiles are there.
+    """Checks that a client can be made for a root: packages, service and profile exist.
 
     Raises:
-        OptionError: if not.
+        OptionError: if it cannot.
     """
     service = service_of(root)
     try:
@@ -78,7 +78,7 @@ def check_reachable(root: AnyPath) -> None:
     service.check(root)
 
 
-# The process that has used a client: its threads are not there in one that is forked.
+# Id of the process that has used a client. A process forked from it lacks the client's threads.
 _user: int | None = None
 
 
@@ -111,11 +111,11 @@ def _new_client(scheme: str, bucket: str, *given: Any) -> Any:
 
 
 def client_of(path: AnyPath) -> Any:
-    """A client of the bucket of a URL, with the keys and settings that the environment says now.
+    """Client of the bucket of a URL, with the keys and settings that the environment now has.
 
     Raises:
-        OSError: in a process that was forked from one that has used a client: its requests would
-            be waited for, for ever.
+        OSError: in a process that was forked from one that has used a client. Its requests would
+            wait for ever.
     """
     global _user
     if _user not in (None, os.getpid()):
@@ -130,7 +130,7 @@ def client_of(path: AnyPath) -> Any:
 
 
 def asked(path: AnyPath, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The answer to a request of a client; asks again where it is cut, as the client does not.
+    """Answer to a request of a client; asks again if the answer is cut, as the client does not.
 
     Raises:
         OSError: as `asked_once`.
@@ -149,12 +149,12 @@ def asked(path: AnyPath, request: Callable[..., Any], *args: Any, **kwargs: Any)
 def asked_once(
     path: AnyPath, request: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The answer to a request of a client.
+    """Answer to a request of a client.
 
-    What the client says of an error is left out, as it quotes the whole answer: some quote keys.
+    Errors leave out the text of the client, which quotes the whole answer: some answers hold keys.
 
     Raises:
-        OSError: for whatever the client raises; it names the path, and what to do.
+        OSError: for any error of the client; it names the path, and says what to do.
     """
     from obstore import exceptions
 
@@ -170,9 +170,9 @@ def asked_once(
     except (exceptions.BaseError, ValueError) as error:
         text, kind = str(error), StoreError
         met = exceptions.AlreadyExistsError, exceptions.PreconditionError
-        if isinstance(error, met) and "mode" in kwargs:  # which is a condition
+        if isinstance(error, met) and "mode" in kwargs:  # `mode` is the condition
             kind = FileExistsError
-    # Here, where the other one is no context of this one.
+    # Raised outside `except`, so that the error of the client does not become its context.
     where = os.fspath(path)
     if kind is StoreError:
         raise _store_error(text, where, service_of(path))
@@ -183,9 +183,9 @@ def asked_once(
 def _in_a_thread(
     path: AnyPath, request: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The answer to a request that another thread makes; says so if it is long in coming.
+    """Answer to a request that another thread makes; a warning says so if it takes long.
 
-    The client lets no interrupt in as long as it waits, for minutes if nobody answers.
+    While the client waits, for minutes if no service answers, it lets no interrupt through.
     """
     answer = concurrent.futures.Future[Any]()
 
@@ -195,7 +195,7 @@ def _in_a_thread(
         except BaseException as error:
             answer.set_exception(error)
 
-    # A program that ends does not wait for it.
+    # A daemon, so that a program that ends does not wait for it.
     threading.Thread(target=ask, name="cnr_request", daemon=True).start()
     if not concurrent.futures.wait([answer], _SILENT_SECS).done:
         _log.warning(
@@ -209,7 +209,7 @@ def _in_a_thread(
 
 
 def _store_error(text: str, where: str, service: Any) -> StoreError:
-    """What a client tells of, in short, and what to do."""
+    """Error that says briefly what the text of a client means, and what to do."""
     forms = (
         r"status code:? (\d{3})",
         r"<Code>([\w.]+)</Code>",

@@ -1,7 +1,7 @@
-"""Buckets reached by `obstore`: objects whose names read like paths, and puts under a condition.
+"""Buckets, through `obstore`: objects whose names read like paths, and puts under a condition.
 
-There are no folders, links or locks; what a write has returned from is durable, and is shown whole.
-An answer may be lost though what it tells of was done: then it is asked what is there.
+A bucket has no folders, links or locks. Once a write returns, its object is durable and whole. The
+answer to a put may be lost although the put was done. The store then reads the object to find out.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from cnr_jax.repository.causes import StoreError
 from cnr_jax.repository.store import bucket_clients, once
 from cnr_jax.repository.store.base import AnyPath, Capabilities, Objects
 
-# Puts under a condition are not tried again by the client: what became of them is not known.
+# Tries of a put under a condition. The client does not repeat it, as its outcome is not known.
 _PUTS = 3
-# What is read of an object at a time, where it is not read as a whole.
+# Bytes of an object that are read at a time, where it is not read as a whole.
 _BLOCK_BYTES = 1 << 20
-# Objects copied at a time, and fetched.
+# Numbers of objects that are copied, and fetched, at the same time.
 _COPIES, _AT_ONCE = 8, 16
 
 
 class BucketStore(Objects):
-    """Objects of buckets, which have names like files of a folder."""
+    """Store of objects in buckets, whose names are like those of files in folders."""
 
     can = Capabilities(
         renames=False,
@@ -49,7 +49,7 @@ class BucketStore(Objects):
             return path.name in held[1] or self._has_below(path)
         if names.is_file(path.name):
             return self._head(path) is not None
-        # Mostly a folder is meant.
+        # Other names are mostly those of folders.
         return self._has_below(path) or (
             bool(_split(path)[1]) and self._head(path) is not None
         )
@@ -104,7 +104,7 @@ class BucketStore(Objects):
             try:
                 return self._read(path)[0]
             except OSError:
-                return None  # whoever reads it hears of it
+                return None  # the later `read` raises the error
 
         wanted = list(paths)
         with ThreadPoolExecutor(_AT_ONCE, "cnr_fetch") as pool:
@@ -137,11 +137,11 @@ class BucketStore(Objects):
     def write(self, path: AnyPath, data: bytes, *, replaces: bool) -> None:
         once.forget()
         if not replaces:
-            # Whoever else may write there has not written this.
+            # An object that another program has written must stay.
             self.write_new(path, data)
             return
         _, key = _split(path)
-        # Not in parts, which would be left where a program is killed.
+        # Not in parts, which a killed program would leave in the bucket.
         bucket_clients.asked(
             path, bucket_clients.client_of(path).put, key, data, use_multipart=False
         )
@@ -173,7 +173,7 @@ class BucketStore(Objects):
             except OSError as error:
                 if isinstance(error, PermissionError):
                     raise
-                # It may have been done, and the answer lost.
+                # The put may have been done, and only its answer lost.
                 once.forget()
                 found = self.read_version(path)
                 if found is not None and found[0] == data:
@@ -185,7 +185,7 @@ class BucketStore(Objects):
                 if not is_as_before:
                     if isinstance(error, FileExistsError):
                         raise
-                    # What was said of it did not come; it is another one, in any case.
+                    # No answer says that the condition failed, but the object has changed.
                     text = "another one is there by now"
                     raise FileExistsError(errno.EEXIST, text, os.fspath(path)) from None
                 left = left and time.monotonic() < last
@@ -197,19 +197,19 @@ class BucketStore(Objects):
                     ) from None
                 if not left:
                     raise
-                # Also where the condition holds that was said not to: two puts met.
+                # Also if the service wrongly said that the condition failed: two puts met.
                 time.sleep(random.uniform(0, bucket_clients.MEETING_SECS))
-        raise AssertionError  # the last one has returned or raised
+        raise AssertionError  # the last try has returned or raised
 
     # Names.
 
     def make_folder(self, path: AnyPath, mode: int | None = None) -> None:
-        pass  # there are none: it is there once an object is in it
+        pass  # there are no folders: a name exists once an object is below it
 
     def move(self, path: AnyPath, target: AnyPath) -> None:
         once.forget()
-        # Object by object. What commits a step comes last and goes first: of two places, that one
-        # is whole which has it.
+        # Object by object. The objects that commit a step are copied last and deleted first, so of
+        # the two places the one that has them is whole.
         (bucket, source), (into, goal) = _split(path), _split(target)
         if bucket != into:
             raise OSError(errno.EXDEV, "another bucket", os.fspath(target))
@@ -238,18 +238,18 @@ class BucketStore(Objects):
     def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
         try:
             markers, rest = self._keys(path)
-            # What rests on a step for which another stands is read from that one then.
+            # Manifests go first: a child is then read from the step that stands for this one.
             first = [key for key in rest if key.endswith(f"/{names.MANIFEST}")]
             rest = [key for key in rest if not key.endswith(f"/{names.MANIFEST}")]
             attempt = f"{_split(path)[1]}/{names.ATTEMPT}"
             if attempt in markers:
-                # First, and removed last: what is left by a kill is known for what it is.
+                # Written first and removed last, so that what a killed program leaves is known.
                 note = path / names.ATTEMPT
                 _, version = self.read_version(note) or (b"", None)
                 version = self.swap(note, names.REMOVED, version)
                 self._delete(path, first)
                 self._delete(path, [key for key in markers + rest if key != attempt])
-                # Somebody may have begun to write there again meanwhile.
+                # Another program may have begun to write there again meanwhile.
                 if self.read_version(note) == (names.REMOVED, version):
                     self._delete(path, [attempt])
                 return []
@@ -262,7 +262,7 @@ class BucketStore(Objects):
         return []
 
     def _keys(self, path: AnyPath) -> tuple[list[str], list[str]]:
-        """Keys of an object or of all below a name: what commits a step, and the others.
+        """Keys of an object, or of all below a name: those that commit a step, and the others.
 
         Raises:
             FileNotFoundError: if there are none.
@@ -276,14 +276,14 @@ class BucketStore(Objects):
         return [m for m in markers if m in keys], [k for k in keys if k not in markers]
 
     def _delete(self, path: AnyPath, keys: list[str]) -> None:
-        """Deletes objects, a thousand by one request where the service has such."""
+        """Deletes objects, up to a thousand by one request where the service can."""
         once.forget()
         client = bucket_clients.client_of(path)
         try:
             if keys:
                 bucket_clients.asked(path, client.delete, keys)
         except FileNotFoundError:
-            # Where each is a request, one that is gone may have kept others from being made.
+            # Where each is a request, an object that is gone may have stopped the ones after it.
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
                     bucket_clients.asked(path, client.delete, key)
@@ -308,7 +308,7 @@ class BucketStore(Objects):
         return bucket_clients.asked(path, get)
 
     def _head(self, path: AnyPath) -> Any:
-        """What is said of an object; None where there is none."""
+        """Metadata of an object; None if there is none."""
         try:
             return self._headed(path)
         except FileNotFoundError:
@@ -326,11 +326,11 @@ class BucketStore(Objects):
             folders, objects = self._listing(path)
             if objects or not folders:
                 return bool(objects)
-        # Some services list folders for minutes in which nothing is any more.
+        # Some services go on listing a folder for minutes after its last object is gone.
         return bool(self._below(path, first=True))
 
     def _below(self, path: AnyPath, *, first: bool = False) -> list[Any]:
-        """All objects below a name, by their keys; or only the first ones."""
+        """Metadata of all objects below a name, by their keys; or of the first ones only."""
         _, key = _split(path)
 
         def pages() -> list[Any]:
@@ -340,7 +340,7 @@ class BucketStore(Objects):
         return [each for page in bucket_clients.asked(path, pages) for each in page]
 
     def _listing(self, folder: AnyPath) -> tuple[list[str], list[str]]:
-        """Names of what looks like folders right below one, and of objects."""
+        """Names right below a folder: of what looks like folders, and of objects."""
         return once.once("listing", folder, lambda: self._listed(folder))
 
     def _listed(self, folder: AnyPath) -> tuple[list[str], list[str]]:
@@ -353,7 +353,7 @@ class BucketStore(Objects):
 
 
 class _Stream(io.RawIOBase):
-    """An object as it comes in: of whatever size, it does not fill the memory."""
+    """Stream of an object, which does not fill the memory, whatever the size of the object."""
 
     def __init__(self, path: AnyPath, found: Any) -> None:
         self._path = path
@@ -365,7 +365,7 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._rest:
-            # Once: after an error it would seem to be at its end.
+            # Asked once: after an error, the stream would seem to be at its end.
             block = bucket_clients.asked_once(self._path, next, self._blocks, b"")
             self._rest = memoryview(bytes(block))
         count = min(len(buffer), len(self._rest))
@@ -382,5 +382,5 @@ def _split(path: AnyPath) -> tuple[str, str]:
 
 
 def _version(said: Any) -> Any:
-    """What a later `swap` compares."""
+    """Version of an object, which a later `swap` compares."""
     return {key: said[key] for key in ("e_tag", "version") if said.get(key)}

@@ -1,11 +1,10 @@
-"""Reading files of a step that must be there and be what their digests and checksums say.
+"""Checked reads of files of a step, which must exist and match their digests and checksums.
 
-Here it is decided which troubles mean that a step is damaged, and which that storage does not
-give it out. Only the former let a restore turn to another step.
+This module decides which errors mean that a step is damaged, and which mean that storage does not
+give it out. Only damage lets a restore turn to another step.
 
-The checksum that the `crc32c` codec puts at the end of each chunk of an array is read back and
-named in the process manifest: so a reader can tell a whole chunk of another array, place or run
-from the right one.
+The process manifest repeats the checksum that the `crc32c` codec puts at the end of each chunk of
+an array. So a reader can tell the right chunk from a whole chunk of another array, place or run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-# Has numpy know bfloat16 and float8 by name.
+# Imported so that numpy knows bfloat16 and float8 by name.
 import ml_dtypes  # noqa: F401
 import numpy as np
 
@@ -40,8 +39,8 @@ from cnr_jax.repository.store import (
 )
 from cnr_jax.texts import count_of
 
-# What the kernel says of files that are gone or spoilt, beside "no such file". Of everything
-# else (no permission, too many open files, a server that does not answer) the files know nothing.
+# Errors of the kernel for files that are gone or spoilt, beside "no such file". All others (no
+# permission, too many open files, a server that does not answer) say nothing about the files.
 _DAMAGED_ERRNOS = {
     errno.EIO,
     errno.EBADMSG,
@@ -53,13 +52,13 @@ _DAMAGED_ERRNOS = {
 }
 
 
-# The kind of an error that a file too many causes: nothing else is wrong.
+# Kind of the error for a file that no manifest names, while nothing else is wrong.
 UNKNOWN = "file_unknown"
-# What is said of such a file.
+# Text of that error.
 MISTAKABLE = "is not of this checkpoint, but Orbax could take it for a part of it"
-# The kind of an error that storage causes: the next time it may read the same file.
+# Kind of the error for a file that storage failed to read; a later read may work.
 UNREAD = "file_unreadable"
-# What TensorStore says where storage does not give a file out, whatever is in it.
+# Errors of TensorStore where storage does not give a file out, whatever is in it.
 _NO_DAMAGE = (
     "PERMISSION_DENIED",
     "RESOURCE_EXHAUSTED",
@@ -69,14 +68,14 @@ _NO_DAMAGE = (
     "CANCELLED",
     "ABORTED",
 )
-# Bytes that zstd makes of one at most: a block of 128 KiB takes 4.
+# Most bytes that zstd makes of one byte: a block of 128 KiB takes 4.
 _ZSTD_MOST = 1 << 15
-# Bytes of the rows that are packed in a chunk at most, however few they are then.
+# Most bytes of the rows of a packed chunk, however few bytes they take when packed.
 PACKED_MOST_BYTES = 32 << 20
 
 
 def means_damage(error: Exception) -> bool:
-    """Whether what was raised in reading a file says that the file is spoilt or gone.
+    """Whether an error of reading a file says that the file is damaged or missing.
 
     Example:
         >>> means_damage(OSError(5, "I/O error")), means_damage(OSError(13, "Denied"))
@@ -87,33 +86,33 @@ def means_damage(error: Exception) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
         return gone or error.errno in _DAMAGED_ERRNOS
-    # Also jax says "RESOURCE_EXHAUSTED", where memory runs out.
+    # jax says "RESOURCE_EXHAUSTED" too, when memory runs out.
     return not isinstance(error, MemoryError) and not str(error).startswith(_NO_DAMAGE)
 
 
 def kind_of(error: Exception, kind: str) -> str:
-    """The kind of damage that TensorStore tells of; `UNREAD` where storage has failed."""
+    """Kind of damage for an error of TensorStore: `UNREAD` if storage failed, else `kind`."""
     return UNREAD if errno_of(error) == errno.EIO else kind
 
 
 def damage(
     path: AnyPath, fact: str, kind: str = "file_damaged"
 ) -> errors.IntegrityError:
-    """The error that says of a file or folder that it is not what it must be."""
+    """Makes the error that a file or folder is not what it must be."""
     where = os.fspath(path)
     return errors.IntegrityError(f"{where} {fact}", kind=kind, path=where)
 
 
 @contextlib.contextmanager
 def reading(path: AnyPath) -> Iterator[None]:
-    """Reads a file that must be there: an I/O error that means damage says so.
+    """Context for reading a file that must exist; turns I/O errors that mean damage into that.
 
     Raises:
-        IntegrityError: if the file is missing, is none, or cannot be read.
-        OSError: if the storage does not give it out: that says nothing about the file.
+        IntegrityError: if the file is missing, is not a file, or cannot be read.
+        OSError: if storage does not give it out, which says nothing about the file.
     """
     with accessing(path):
-        # Opening a pipe, say, would wait for ever.
+        # To open a pipe, say, would wait for ever.
         if not store_of(path).is_file(path):
             raise damage(path, "is not a file")
         yield
@@ -121,7 +120,7 @@ def reading(path: AnyPath) -> Iterator[None]:
 
 @contextlib.contextmanager
 def accessing(path: AnyPath) -> Iterator[None]:
-    """As `reading`, for what need not be a file."""
+    """As `reading`, for paths that need not be files."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -133,11 +132,11 @@ def accessing(path: AnyPath) -> Iterator[None]:
 
 
 def refuse_pipe(path: AnyPath) -> None:
-    """Makes sure that whoever reads a file, if it is there, does not wait for ever.
+    """Checks that a path leads to nothing for whose data a reader would wait for ever.
 
     Raises:
-        IntegrityError: if it is a pipe, a socket or a device.
-        OSError: if the storage does not say.
+        IntegrityError: if it leads to a pipe, a socket or a device.
+        OSError: if storage does not say.
     """
     if store_of(path).is_special(path):
         raise damage(path, "is not a file")
@@ -145,7 +144,7 @@ def refuse_pipe(path: AnyPath) -> None:
 
 @contextlib.contextmanager
 def about(path: AnyPath) -> Iterator[None]:
-    """Errors of ours that do not say which file they are about are about this one."""
+    """Adds the path to errors of this library that do not name a file."""
     try:
         yield
     except errors.CnrError as error:
@@ -154,7 +153,7 @@ def about(path: AnyPath) -> Iterator[None]:
 
 
 def read_checked(directory: AnyPath, expected: FileDigest) -> bytes:
-    """The contents of a file whose digest is known.
+    """Reads a file, and compares it with its digest.
 
     Raises:
         IntegrityError: if it is missing or its size or SHA-256 differs.
@@ -167,7 +166,7 @@ def read_checked(directory: AnyPath, expected: FileDigest) -> bytes:
 
 
 def check_file(directory: AnyPath, expected: FileDigest) -> None:
-    """Checks a file against its digest without keeping its contents.
+    """Compares a file with its digest, without keeping its contents.
 
     Raises:
         IntegrityError: if it is missing or its size or SHA-256 differs.
@@ -179,10 +178,10 @@ def check_file(directory: AnyPath, expected: FileDigest) -> None:
 
 
 def check_size(path: AnyPath, expected: int) -> None:
-    """Checks that a file is there, is one, and has so many bytes.
+    """Checks that a path is a file of the expected size in bytes.
 
     Raises:
-        IntegrityError: if not.
+        IntegrityError: if it is not.
     """
     with reading(path):
         got = size_of(path)
@@ -196,18 +195,18 @@ def unnamed_files(
     named: Collection[str],
     enters: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """Files in `prefix`, itself included, that are not among `named`.
+    """Paths of the files in `prefix`, itself included, that are not among `named`.
 
-    Links to folders are not followed, except where named files are behind them. Files of others
-    come and go at any time, and need not let anybody look at them: what cannot be looked into is
-    one of those that are found, and what is gone is not.
+    Links to folders are not followed, unless named files are behind them. Files of other programs
+    come and go at any time, and may be unreadable. The result includes folders that this cannot
+    look into, and leaves out files that are gone.
 
     Args:
-        directory: that all paths are relative to.
-        prefix: a file or folder in it.
-        named: paths of files.
-        enters: which folders without named files are looked into, links too; the others count
-            as one file. None: all but links.
+        directory: directory that all paths are relative to.
+        prefix: path of a file or folder in it.
+        named: paths of files to leave out.
+        enters: tells which folders without named files to look into, links included. The others
+            count as one file. None looks into all but links.
     """
     files = set(named)
     parents = {path[:i] for path in files for i, x in enumerate(path) if x == "/"}
@@ -234,7 +233,7 @@ def unnamed_files(
 
 
 def mistakable_files(item: AnyPath, named: Collection[str] = ()) -> list[str]:
-    """What lies below `dense/` and Orbax may take for its own, but for files that are named.
+    """Paths below `dense/` that Orbax may take for its own files, except those that are named.
 
     Args:
         item: directory of a checkpoint.
@@ -253,13 +252,13 @@ def mistakable_files(item: AnyPath, named: Collection[str] = ()) -> list[str]:
 
 
 def check_dense_index(manifest: Manifest, item: AnyPath) -> None:
-    """Checks that `dense/`, which Orbax has written, has the files in which it looks leaves up.
+    """Checks that `dense/`, which Orbax wrote, has the files in which Orbax looks up leaves.
 
-    Orbax writes them last, and does not say so where it finds nothing to be looked up.
+    Orbax writes these files last, and does not report it if they are missing.
 
     Args:
-        manifest: of the checkpoint.
-        item: its directory.
+        manifest: manifest of the checkpoint.
+        item: directory of the checkpoint.
 
     Raises:
         IntegrityError: if a leaf cannot be looked up.
@@ -278,12 +277,12 @@ def check_dense_index(manifest: Manifest, item: AnyPath) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seal:
-    """Files that were compared with their digests, to be read afterwards by others.
+    """Record of dense files that were compared with their digests before Orbax reads them.
 
     Attributes:
-        directory: of the checkpoint; the files are in its `dense/`.
-        manifest: of it, which names them.
-        states: of each file what changes when somebody writes or replaces it.
+        directory: directory of the checkpoint; the files are in its `dense/`.
+        manifest: manifest of the checkpoint, which names the files.
+        states: state of each file by path, which changes when a program writes or replaces it.
     """
 
     directory: AnyPath
@@ -294,7 +293,7 @@ class Seal:
         """Checks that the files are still those that were compared.
 
         Raises:
-            IntegrityError: if one has changed since, or one came that could be taken for them.
+            IntegrityError: if one has changed since, or a new one could mislead Orbax.
         """
         for path, state in self.states.items():
             if _state(self.directory / path) != state:
@@ -304,15 +303,15 @@ class Seal:
 
 
 def sealed(directory: AnyPath, manifest: Manifest) -> Seal:
-    """Compares the files that Orbax has written with their digests, and notes what they are.
+    """Compares the files that Orbax has written with their digests, and seals them.
 
     Args:
-        directory: of the checkpoint.
-        manifest: of it.
+        directory: directory of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Raises:
-        IntegrityError: at the first that is missing or damaged; then, if all are right, at one
-            that no digest names and that Orbax could take for one of its own.
+        IntegrityError: at the first file that is missing or damaged. If all are right, at one that
+            no digest names and that Orbax could take for its own.
     """
     check_dense_index(manifest, directory)
     named = manifest.dense_files
@@ -324,9 +323,9 @@ def sealed(directory: AnyPath, manifest: Manifest) -> Seal:
 
 
 def misleading_files(item: AnyPath, manifest: Manifest) -> list[str]:
-    """Files that the manifest does not name, and that Orbax would take for dense leaves.
+    """Paths of files that the manifest does not name, and that Orbax would take for dense leaves.
 
-    None where dense leaves are stored as tiles, which Orbax does not read.
+    Empty if dense leaves are stored as tiles, which Orbax does not read.
     """
     if manifest.has_dense_tiles:
         return []
@@ -334,10 +333,10 @@ def misleading_files(item: AnyPath, manifest: Manifest) -> list[str]:
 
 
 def refuse_misleading(item: AnyPath, manifest: Manifest) -> None:
-    """Checks that no file misleads Orbax.
+    """Checks that no file could mislead Orbax.
 
     Raises:
-        IntegrityError: if one does; it names the first.
+        IntegrityError: if one could; it names the first.
     """
     found = misleading_files(item, manifest)
     if found:
@@ -350,18 +349,18 @@ def refuse_misleading(item: AnyPath, manifest: Manifest) -> None:
 
 
 def _state(path: AnyPath) -> tuple[int, ...] | None:
-    """Changes when a file is written or replaced; None where that cannot be seen.
+    """State of a file, which changes when it is written or replaced; None where there is none.
 
     Raises:
-        IntegrityError: if it is missing.
-        OSError: if it cannot be seen: that says nothing about the file.
+        IntegrityError: if the file is missing.
+        OSError: if it cannot be seen, which says nothing about the file.
     """
     with accessing(path):
         return store_of(path).state_of(path)
 
 
 def check_digest(got: FileDigest, expected: FileDigest, path: AnyPath) -> None:
-    """Compares the digest of a file with that which a manifest tells.
+    """Compares the digest of a file with the one in the manifest.
 
     Raises:
         IntegrityError: if they differ.
@@ -376,13 +375,13 @@ def check_digest(got: FileDigest, expected: FileDigest, path: AnyPath) -> None:
         )
 
 
-# Of numbers of Python, but for `bool`, which numpy calls so too.
+# Names of dtypes for numbers of Python, except `bool`, which numpy gives the same name.
 _OF_PYTHON = ("int", "float")
 
 
 @functools.cache
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of a stored dtype name, bfloat16 and float8 included.
+    """Numpy dtype of a stored dtype name, bfloat16 and float8 included.
 
     Raises:
         FormatError: if there is no such dtype.
@@ -391,8 +390,8 @@ def numpy_dtype(name: str) -> np.dtype:
         found = np.dtype(name)
     except (TypeError, ValueError, SyntaxError) as error:
         raise errors.FormatError(f"dtype {name!r} is not known") from error
-    # Not another name for one, such as of swapped bytes, nor one of no numbers; those of numbers of
-    # Python are names of their own.
+    # Refuses other names of a dtype, such as one with swapped bytes, and dtypes that hold no
+    # numbers. The names for numbers of Python differ from numpy's, but are stored.
     is_number = found.kind in "biufc" or found.type.__module__ == "ml_dtypes"
     if (found.name != name and name not in _OF_PYTHON) or not is_number:
         raise errors.FormatError(f"dtype {name!r} is not known")
@@ -400,7 +399,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def file_bytes(entry: ArrayEntry) -> tuple[int, ...]:
-    """Size of each chunk's file, as the manifest says."""
+    """Size in bytes of the file of each chunk, as the manifest says."""
     if entry.compressed is not None:
         return entry.compressed.bytes
     size = entry.chunk * numpy_dtype(entry.dtype).itemsize + 4
@@ -408,25 +407,25 @@ def file_bytes(entry: ArrayEntry) -> tuple[int, ...]:
 
 
 def check_files(item: AnyPath, files: Iterable[tuple[str, int]]) -> None:
-    """Checks that files are there and of the right sizes, which may be thousands.
+    """Checks that files exist and have the right sizes; there may be thousands.
 
     Args:
-        item: that they are in.
-        files: by their paths in it, with their sizes.
+        item: directory that they are in.
+        files: their paths in it, with their sizes in bytes.
 
     Raises:
-        IntegrityError: at the first that is not.
+        IntegrityError: at the first that is missing or has another size.
     """
-    # Only what is wrong is looked at closely.
+    # Only files that seem wrong are looked at one by one.
     for path, size in store_of(item).amiss(item, files):
         check_size(item / path, size)
 
 
 def check_chunk_file(path: AnyPath, entry: ArrayEntry, chunk: int) -> None:
-    """Checks that a chunk is a file of a size from which what it is to hold can come.
+    """Checks that a chunk is a file, and large enough for the elements that it must hold.
 
-    TensorStore would wait for a pipe for ever. And a manifest of a few bytes may promise rows of
-    any size: before memory is taken for them, they must be there.
+    TensorStore would wait for a pipe for ever. And a manifest of a few bytes may promise any number
+    of rows, so the file must be there before memory is taken for them.
 
     Raises:
         IntegrityError: if it is not.
@@ -450,7 +449,7 @@ def check_chunk_file(path: AnyPath, entry: ArrayEntry, chunk: int) -> None:
 
 
 def stored_crc32c(path: AnyPath, chunk: int) -> int:
-    """The checksum at the end of a chunk's file.
+    """Reads the checksum at the end of the file of a chunk.
 
     Raises:
         IntegrityError: if the file is missing or too short to hold one.

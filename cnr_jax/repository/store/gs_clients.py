@@ -15,13 +15,13 @@ from cnr_jax.repository.store.base import AnyPath
 
 EXTRA = "gs"
 ENVIRONMENT = "GOOGLE_*"
-# As for Google's own clients: what is there asks for no credentials.
+# As in Google's own clients, an emulator at this address asks for no credentials.
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _RIGHTS_HINT = (
     "are the credentials the right ones, and may they do this? docs/guides/buckets.md says which"
     " rights are needed"
 )
-# What to do, by the code of an error.
+# Hints what to do, by the code of an error.
 HINTS = {
     "NoSuchBucket": "make the bucket, or correct its name",
     "AccessDenied": _RIGHTS_HINT,
@@ -42,10 +42,10 @@ CONDITIONS_HINT = (
 
 
 def check(root: AnyPath) -> None:
-    """Checks that the environment names a service, if it names one.
+    """Checks that the address of an emulator in the environment, if any, is a URL.
 
     Raises:
-        OptionError: if not.
+        OptionError: if it is not.
     """
     endpoint = os.environ.get(_EMULATOR)
     if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
@@ -57,7 +57,7 @@ def check(root: AnyPath) -> None:
 
 
 def given() -> tuple[Any, ...]:
-    """What the environment says now, of which clients are made."""
+    """Settings that the environment has now, from which `make` makes clients."""
     return tuple(map(os.environ.get, (_EMULATOR, "GOOGLE_APPLICATION_CREDENTIALS")))
 
 
@@ -68,11 +68,11 @@ def make(
     endpoint: str | None,
     *_: str | None,
 ) -> Any:
-    """A client of a bucket, as `given` says.
+    """Makes a client of a bucket from the settings that `given` returns.
 
     Raises:
         OSError: if a file that the environment names cannot be read.
-        ValueError: if that names no service.
+        ValueError: if the environment names no service.
     """
     from obstore.store import GCSStore
 

@@ -1,7 +1,7 @@
 """Chunks of arrays made in memory, for stores that TensorStore does not reach.
 
-TensorStore makes files of elements and elements of files, as elsewhere; requests of their own, in
-threads, put the files on storage and get them.
+TensorStore turns elements into files and files into elements, as elsewhere. Threads of this module
+put the files on storage and get them, each by a request.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-# What TensorStore calls a folder of memory, of the context that it is opened in.
+# TensorStore's spec of a folder in memory, which belongs to the context that opens it.
 FOLDER = {"driver": "memory"}
-# Requests in flight for arrays of one process.
+# Most requests in flight for the arrays of one process.
 _REQUESTS = 16
 
 
@@ -27,11 +27,13 @@ def _new_pool() -> None:
 
 _new_pool()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_pool)  # which has none of its threads
+    os.register_at_fork(
+        after_in_child=_new_pool
+    )  # a child has no threads of its parent
 
 
 def start(work: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-    """Has a request made by another thread; by this one where the program is ending."""
+    """Starts a request in another thread; makes it in this one if the program is ending."""
     try:
         return _pool.submit(work, *args)
     except RuntimeError:
@@ -44,7 +46,7 @@ def start(work: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any
 
 
 def take(array: ts.TensorStore, key: str) -> bytes:
-    """A file of an array that was made in memory, and is there no more."""
+    """Takes a file of an array out of memory: returns its bytes, and deletes it there."""
     made: Any = array.kvstore
     data = made.read(key).result().value
     made.delete_range(ts.KvStore.KeyRange(key, f"{key}\0")).result()
@@ -52,14 +54,14 @@ def take(array: ts.TensorStore, key: str) -> bytes:
 
 
 def elements(spec: dict[str, Any], data: bytes) -> np.ndarray:
-    """The elements of a chunk's file.
+    """Elements of a chunk, decoded from its file.
 
     Args:
-        spec: of an array in memory that has this chunk alone.
-        data: in the file.
+        spec: spec of an array in memory that has only this chunk.
+        data: bytes of the file.
 
     Raises:
-        ValueError: of TensorStore, if it is damaged.
+        ValueError: from TensorStore, if the data is damaged.
     """
     own = ts.Context()
     ts.KvStore.open(FOLDER, context=own).result().write("c/0", data).result()
@@ -68,17 +70,17 @@ def elements(spec: dict[str, Any], data: bytes) -> np.ndarray:
 
 
 def checked(data: bytes) -> bytes:
-    """Bytes, and their crc32c after them."""
+    """The given bytes, followed by their crc32c."""
     made = ts.open(_checked_spec(len(data)), create=True, context=ts.Context()).result()
     made.write(np.frombuffer(data, np.uint8)).result()
     return take(made, "c/0")
 
 
 def unchecked(data: bytes) -> np.ndarray:
-    """What `checked` was given, uint8.
+    """The bytes that `checked` was given, as uint8.
 
     Raises:
-        ValueError: of TensorStore, if it is damaged.
+        ValueError: from TensorStore, if the data is damaged.
     """
     return elements(_checked_spec(len(data) - 4), data)
 

@@ -11,24 +11,24 @@ import tensorstore as ts
 
 from cnr_jax.rows.codecs.sparse import SparseRows
 
-# Its elements, or where it is packed its rows.
+# Contents of a chunk: its elements, or its rows if it is packed.
 ChunkValues = np.ndarray | SparseRows
 
 # Bytes of chunks that TensorStore may keep: neighbouring shards read the two halves of one chunk.
 CACHE_BYTES = 128 << 20
-# Bytes of chunks that a restore keeps: those of the handful of arrays of a chain that are read
+# Bytes of chunks that a restore keeps: enough for the handful of arrays of a chain that it reads
 # side by side.
 KEPT_BYTES = 192 << 20
 
 
 @functools.cache
 def context(cache_bytes: int = CACHE_BYTES, *, syncs: bool = True) -> ts.Context:
-    """Limits of our own, so that a save does not take all cores; `syncs`: what it writes."""
+    """TensorStore context whose limits leave cores to training; `syncs` makes it sync files."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": 8},
             "data_copy_concurrency": {"limit": 2},
-            # The directory is of one attempt at a save: no other writer exists.
+            # The directory belongs to one attempt at a save, which is its only writer.
             "file_io_locking": {"mode": "none"},
             "file_io_sync": syncs,
             "cache_pool": {"total_bytes_limit": cache_bytes},
@@ -37,14 +37,14 @@ def context(cache_bytes: int = CACHE_BYTES, *, syncs: bool = True) -> ts.Context
 
 
 class KeptChunks:
-    """Whole chunks that are kept while small slices are cut from them: those used last.
+    """Cache of the whole chunks used last, from which small slices are cut.
 
-    A chunk is read and checked whole however little of it is wanted, and a read costs as much
-    as to cut thousands of slices. The chunks may be of any number of arrays.
+    A chunk is read and checked as a whole, however little of it is wanted, and a read costs as much
+    as cutting thousands of slices. The chunks may belong to any number of arrays.
 
     Args:
-        limit_bytes: of all of them together; the one used last is kept whatever its size.
-        cache_bytes: of what TensorStore reads, which it may keep beside them; `context` says it.
+        limit_bytes: limit of all chunks together; the one used last is kept whatever its size.
+        cache_bytes: limit of what TensorStore may keep beside them, in `context`.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class KeptChunks:
     ) -> None:
         self._limit_bytes, self.context = limit_bytes, context(cache_bytes)
         self._nbytes = 0
-        # Bytes of chunks that are being unpacked for those that ask soon.
+        # Bytes of chunks that threads are unpacking before a reader asks for them.
         self.ahead_bytes = 0
         self._chunks = collections.OrderedDict[tuple[object, int], ChunkValues]()
 
     def has(self, array: object, chunk: int) -> bool:
-        """Whether a chunk is at hand."""
+        """Whether a chunk is kept."""
         return (array, chunk) in self._chunks
 
     def get(
         self, array: object, chunk: int, read: Callable[[int], ChunkValues]
     ) -> ChunkValues:
-        """A chunk of an array, from `read` where it is not at hand; not to be written to."""
+        """Chunk of an array, read by `read` if it is not kept; callers must not write to it."""
         key = (array, chunk)
         found = self._chunks.get(key)
         if found is not None:

@@ -30,28 +30,28 @@ except ImportError:  # not a POSIX system
 
 _log = logger(__name__)
 
-# To write a file that somebody else removes before it has its name.
+# Tries to write a file that another manager may remove before it has its final name.
 _TRIES = 10
 
-# No such name, or one that can lead nowhere: nothing that storage may show the next time.
+# Errors that prove that a path leads to nothing, and will not pass by themselves.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
-# What is said where folders cannot be synced, or not be opened for it. Linux says EINVAL where a
-# file system has no such operation (vboxsf, CIFS before 4.17), file systems that are programs say
-# what they like, other systems that only what is open for writing can be synced. PostgreSQL,
-# coreutils, restic and Dovecot pass over most of these too. Not EIO, ENOSPC and the like, which
-# tell of data that is lost, nor EACCES: who may not list a folder cannot restore from it either.
+# Errors where folders cannot be synced, or not be opened for it. Linux says EINVAL if a file system
+# has no such operation (vboxsf, CIFS before 4.17). File systems that are programs say what they
+# like. Other systems say that only files open for writing can be synced. PostgreSQL, coreutils,
+# restic and Dovecot ignore most of these too. EIO, ENOSPC and the like are not among them, since
+# they mean lost data, nor EACCES: a program that may not list a folder cannot restore from it.
 _NO_SYNC = {
     *(errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY),
     *(errno.EBADF, errno.EISDIR),
 }
-# By device, whether folders can be synced there, and files be locked.
+# By device, whether folders can be synced on it, and files be locked.
 _syncs: dict[int, bool] = {}
 _locks: dict[int, bool] = {}
 
 
 class LocalStore(Streams):
-    """Files of this machine, or of a file system that is mounted here."""
+    """Store of files on this machine, or on a file system that is mounted here."""
 
     can = Capabilities(
         renames=True,
@@ -91,7 +91,7 @@ class LocalStore(Streams):
         return os.path.realpath(os.fspath(path))
 
     def names_in(self, folder: AnyPath) -> list[str]:
-        # Whatever is seen in a root may be removed before it is listed.
+        # Another program may remove the folder after the caller has seen it.
         try:
             return sorted(os.listdir(os.fspath(folder)))  # `epath` leaves out `x~`
         except (FileNotFoundError, NotADirectoryError):
@@ -111,7 +111,7 @@ class LocalStore(Streams):
             ]
 
     def _is_folder(self, folder: AnyPath, entry: os.DirEntry[str]) -> bool:
-        # Only of a link another call is needed to tell.
+        # Only a link takes another system call.
         if entry.is_symlink():
             return self.is_directory(folder / entry.name)
         return entry.is_dir()
@@ -129,7 +129,7 @@ class LocalStore(Streams):
     def amiss(
         self, folder: AnyPath, files: Iterable[tuple[str, int]]
     ) -> Iterator[tuple[str, int]]:
-        # Plain calls, as there may be thousands.
+        # Plain calls of `os`, which are fast: there may be thousands of files.
         above = os.fspath(folder)
         for path, size in files:
             try:
@@ -146,7 +146,7 @@ class LocalStore(Streams):
         total = 0
         for at, _, files in os.walk(os.fspath(folder)):
             for name in files:
-                # A run that saves there may be deleting them.
+                # A run that saves there may be deleting the files.
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     total += os.lstat(f"{at}/{name}").st_size
         return total
@@ -169,7 +169,7 @@ class LocalStore(Streams):
     def open_file(self, path: AnyPath) -> BinaryIO:
         where = os.fspath(path)
         try:
-            # A pipe is opened at once this way, whether or not somebody writes to it.
+            # O_NONBLOCK opens a pipe at once, whether or not a program writes to it.
             descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno not in (errno.ENXIO, errno.ELOOP):
@@ -191,7 +191,7 @@ class LocalStore(Streams):
                 os.replace(os.fspath(temporary), os.fspath(path))
                 break
             except FileNotFoundError:
-                # Another manager that takes over at this moment clears what it finds.
+                # Another manager that takes over the root at this moment removes such files.
                 if not left:
                     raise
             except BaseException:
@@ -224,14 +224,14 @@ class LocalStore(Streams):
         raise OSError(errno.ENOTSUP, "no condition can be given", os.fspath(path))
 
     def append(self, path: AnyPath, line: bytes) -> None:
-        # Never through a link or into a pipe, which somebody else has put there.
+        # Never through a link or into a pipe, which another program has put there.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(os.fspath(path), flags | os.O_CLOEXEC, 0o666)
         try:
             with naming(path):
                 size = os.fstat(descriptor).st_size
                 if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                    # What a killed program has left stays a line of its own.
+                    # A part of a line that a killed program left becomes a line of its own.
                     line = b"\n" + line
                 while line:
                     line = line[os.write(descriptor, line) :]
@@ -246,9 +246,9 @@ class LocalStore(Streams):
             os.fsync(file.fileno())
 
     def sync_directory(self, path: AnyPath) -> None:
-        """Makes the names in a folder durable.
+        """Makes the entries of a folder durable.
 
-        Where a file system cannot do that, a warning says so once, and nothing is done.
+        If the file system cannot do that, this does nothing, and a warning says so once.
         """
         try:
             with naming(path):
@@ -285,7 +285,7 @@ class LocalStore(Streams):
         self.sync_directory(folder)
 
     def syncs_directories(self, path: AnyPath) -> bool:
-        # Found out once for each file system.
+        # Tried once on each file system.
         there = self._nearest(path)
         device = os.stat(there).st_dev
         if device not in _syncs:
@@ -293,9 +293,9 @@ class LocalStore(Streams):
         return _syncs[device]
 
     def locks_files(self, path: AnyPath) -> bool:
-        # Found out once for each file system.
+        # Tried once on each file system.
         if fcntl is None:
-            return True  # not for us to know
+            return True  # without fcntl, this cannot be tried
         there = self._nearest(path)
         device = os.stat(there).st_dev
         if device not in _locks:
@@ -309,7 +309,7 @@ class LocalStore(Streams):
         return _locks[device]
 
     def _nearest(self, path: AnyPath) -> AnyPath:
-        """A folder, or the one above it that is there."""
+        """The folder itself, or the nearest one above it that exists."""
         while not self.exists(path) and path.parent != path:
             path = path.parent
         return path
@@ -348,9 +348,9 @@ class LocalStore(Streams):
     def _walk(
         self, path: AnyPath, failed: list[OSError]
     ) -> tuple[list[str], list[str]]:
-        """The folders of a tree, innermost first, and its files, among which are all links."""
+        """Folders of a tree, innermost first, and its files, which include all links."""
         if self.is_link(path):
-            return [], [os.fspath(path)]  # `os.walk` would go into what it is given
+            return [], [os.fspath(path)]  # `os.walk` would follow this link
         folders: list[str] = []
         files: list[str] = []
 
@@ -389,7 +389,7 @@ class LocalStore(Streams):
 
 
 class LocalLock:
-    """A file that is open, to be locked by `flock`.
+    """An open file that can be locked by `flock`.
 
     The system frees the lock when the process ends, however it ends.
     """
@@ -400,7 +400,7 @@ class LocalLock:
         self._where = os.fspath(path.parent)
 
     def acquire(self) -> bool | None:
-        """Takes the lock, without waiting: whether that worked; None where there are none."""
+        """Tries to take the lock without waiting; returns whether it did, None without locks."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -411,16 +411,16 @@ class LocalLock:
         return True
 
     def close(self, *, unlocks: bool = True) -> None:
-        """Closes the file; `unlocks`: also for whoever has inherited it."""
+        """Closes the file; `unlocks` frees the lock even if another process inherited the file."""
         if unlocks:
-            # Where it fails, as of a server that was started anew, there is nothing to free.
+            # If this fails, say since the file server was restarted, there is no lock to free.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
 
 def _mode_of(path: AnyPath, *, follow: bool = True) -> int | None:
-    """What is at a path, as the system tells it; None: nothing.
+    """Mode of the file or folder at a path, as `stat` has it; None if there is nothing.
 
     Raises:
         OSError: if that cannot be seen.

@@ -1,7 +1,7 @@
-"""Questions that are asked once while a root is opened or a step is restored, by one thread.
+"""Questions to storage that a thread asks only once while it opens a root or restores a step.
 
-A listing or a claim that was seen is not asked for again until this thread writes, and files that
-are about to be read are fetched side by side. What has changed meanwhile is seen by who asks later.
+The thread does not ask again for a listing or a claim until it writes, and it fetches files that it
+is about to read side by side. It sees changes by other programs only when it asks later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _answers: contextvars.ContextVar[dict[tuple[str, str], Any] | None] = (
 
 @contextlib.contextmanager
 def asking_once() -> Iterator[None]:
-    """Keeps answers meanwhile, those of an outer call too."""
+    """Context in which answers are kept; an inner one shares the answers of the outer one."""
     known = _answers.get()
     token = _answers.set({} if known is None else known)
     try:
@@ -31,12 +31,12 @@ def asking_once() -> Iterator[None]:
 
 
 def is_asking_once() -> bool:
-    """Whether answers are kept."""
+    """Whether this thread keeps answers."""
     return _answers.get() is not None
 
 
 def once(what: str, path: AnyPath, ask: Callable[[], Any]) -> Any:
-    """The answer to a question about a path, which is asked if there is none."""
+    """Answer to a question about a path: the kept one, or that of `ask`."""
     answers = _answers.get()
     if answers is None:
         return ask()
@@ -47,17 +47,17 @@ def once(what: str, path: AnyPath, ask: Callable[[], Any]) -> Any:
 
 
 def known(what: str, path: AnyPath) -> Any:
-    """The answer that is kept; None where none is."""
+    """Answer that is kept; None if there is none."""
     return (_answers.get() or {}).get((what, os.fspath(path)))
 
 
 def keep(what: str, path: AnyPath, answer: Any) -> None:
-    """Keeps an answer, if answers are."""
+    """Keeps an answer, within `asking_once`; else does nothing."""
     if (answers := _answers.get()) is not None:
         answers[what, os.fspath(path)] = answer
 
 
 def forget() -> None:
-    """Drops all answers, as this thread changes what they are about."""
+    """Drops all answers, because this thread changes what they are about."""
     if answers := _answers.get():
         answers.clear()

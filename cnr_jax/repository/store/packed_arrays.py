@@ -1,6 +1,6 @@
 """Arrays of integers whose chunks are packed row by row; `ArrayReader` reads them like others.
 
-TensorStore does not know how they are packed, so chunks are made here and put as files.
+TensorStore does not know how they are packed, so this module makes the chunks and writes the files.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _IN_FLIGHT = 3
 
 
 class PackedWriter:
-    """Appends rows to one array; `finish` makes it durable and describes it.
+    """Writer that appends rows to one array; `finish` makes it durable and describes it.
 
     Args:
         path: directory of the array.
         dtype: dtype of its elements.
-        length: elements that will be appended.
-        width: elements of a row. A chunk has whole rows.
+        length: number of elements that will be appended.
+        width: number of elements in a row. A chunk has whole rows.
     """
 
     def __init__(self, path: AnyPath, dtype: str, length: int, width: int) -> None:
@@ -53,7 +53,7 @@ class PackedWriter:
         self._made: list[tuple[int, int]] = []
 
     def append(self, values: np.ndarray) -> None:
-        """Appends rows, which may be changed afterwards."""
+        """Appends rows, which the caller may change afterwards."""
         start = 0
         while start < len(values):
             count = min(len(values) - start, len(self._buffer) - self._filled)
@@ -77,12 +77,12 @@ class PackedWriter:
         self._filled = 0
 
     def end(self) -> None:
-        """Starts to write what is left: nothing more is appended."""
+        """Starts to write the remaining rows; nothing may be appended after that."""
         if self._filled:
             self._flush()
 
     def finish(self) -> ArrayEntry:
-        """Waits until everything is on storage; returns the entry for the process manifest."""
+        """Waits until the whole array is on storage; returns its entry for the process manifest."""
         self.end()
         spec = spec_of(
             self._path, self._dtype, self._length, self._chunk, names.PACKED_ROWS
@@ -106,7 +106,7 @@ class PackedWriter:
         )
 
     def stop(self) -> None:
-        """Waits until nothing is being written, and frees what was to be."""
+        """Waits until nothing is being written, and frees the rows that were not."""
         while self._pending:
             with contextlib.suppress(Exception):
                 self._pending.popleft().result()

@@ -1,4 +1,4 @@
-"""Paths that lead to any store, as Orbax uses paths: also where no path of `etils` leads."""
+"""Paths to any store in the form that Orbax uses, also to stores that `etils` does not reach."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cnr_jax.repository.store import AnyPath, can, exists, names_in, store_of
 
 
 class StorePath(PosixGPath):
-    """A path of `etils`; where these do not reach a store, what is done there the store does."""
+    """A path of `etils` that leaves the work to the store where `etils` does not reach it."""
 
     def open(self, mode: str = "r", **kwargs: Any) -> Any:
-        """Opens a file, to be read or to be written as a whole."""
+        """Opens a file for reading, or for writing as a whole."""
         if can(self).paths:
             return super().open(mode, **kwargs)
         if set(mode) & set("a+x"):
@@ -26,7 +26,7 @@ class StorePath(PosixGPath):
         return stream if "b" in mode else io.TextIOWrapper(stream, "utf-8")
 
     def iterdir(self) -> Iterator[Any]:
-        """What lies right below."""
+        """Yields the paths right below this one."""
         if can(self).paths:
             yield from super().iterdir()
         else:
@@ -35,7 +35,7 @@ class StorePath(PosixGPath):
     def mkdir(
         self, mode: int | None = None, parents: bool = False, exist_ok: bool = False
     ) -> None:
-        """Makes a folder, where a store has any."""
+        """Makes a folder, where the store has folders."""
         if can(self).paths:
             super().mkdir(mode=mode, parents=parents, exist_ok=exist_ok)
 
@@ -49,7 +49,7 @@ class StorePath(PosixGPath):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def rmtree(self, missing_ok: bool = False) -> None:
-        """Removes a folder with all that is in it."""
+        """Removes a folder with all its contents."""
         if can(self).paths:
             super().rmtree(missing_ok)
         else:
@@ -58,7 +58,7 @@ class StorePath(PosixGPath):
 
 
 class _Written(io.BytesIO):
-    """What is written to a file, which is there once it is closed."""
+    """Stream to a file, which exists once the stream is closed."""
 
     def __init__(self, path: AnyPath) -> None:
         super().__init__()

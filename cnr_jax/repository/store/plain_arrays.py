@@ -20,7 +20,7 @@ _IN_FLIGHT = 1
 
 @functools.cache
 def zarr_holds(dtype: np.dtype) -> bool:
-    """Whether zarr v3 has a dtype, as far as TensorStore knows.
+    """Whether TensorStore can store a dtype in zarr v3.
 
     Example:
         >>> zarr_holds(np.dtype("bfloat16")), zarr_holds(np.dtype("datetime64[s]"))
@@ -42,22 +42,22 @@ def write_array(
     attributes: Mapping[str, Any],
     axes: Sequence[str] | None = None,
 ) -> None:
-    """Writes an array as a folder of its own, which whoever calls is to sync.
+    """Writes an array as a folder of its own, which the caller has to sync.
 
     Args:
-        path: of the folder.
-        shape: of the array.
-        dtype: of it.
-        blocks: the values, in the order of the first axis, `chunk_rows` of it in each but the
-            last; of an array without axes itself.
+        path: path of the folder.
+        shape: shape of the array.
+        dtype: dtype of the array.
+        blocks: values in the order of the first axis, `chunk_rows` entries of it in each block but
+            the last. An array without axes is a single block.
         chunk_rows: entries of the first axis in a chunk.
-        attributes: to be stored with it.
-        axes: names of its axes; None: they have none.
+        attributes: attributes to store with the array.
+        axes: names of its axes; None if they have none.
 
-    Once it returns or raises nothing is written any more, so that the folder can be removed.
+    Once this returns or raises, nothing is written any more, so that the folder can be removed.
 
     Raises:
-        ValueError: of TensorStore, if storage does not take it.
+        ValueError: from TensorStore, if storage does not take the array.
     """
     where = {"driver": "file", "path": f"{path}/"}
     spec = _spec(where, shape, dtype, chunk_rows, attributes)
@@ -70,7 +70,7 @@ def write_array(
     try:
         for block in blocks:
             target = store[start : start + len(block)] if shape else store
-            # Blocks are never written to again.
+            # Nobody changes a block after it was yielded.
             writing = target.write(block, can_reference_source_data_indefinitely=True)
             pending.append(writing)
             start += len(block) if shape else 0
@@ -80,7 +80,7 @@ def write_array(
         for writing in pending:
             writing.result()
     except BaseException:
-        # They would put files into a folder that is being removed.
+        # Pending writes would put files into a folder that the caller is removing.
         for writing in pending:
             with contextlib.suppress(Exception):
                 writing.result()
@@ -112,6 +112,6 @@ def _spec(
             ],
             "attributes": dict(attributes),
         },
-        # Else a chunk of zeros is left out, and its absence means nothing.
+        # Otherwise TensorStore leaves out chunks of zeros, and a lost chunk looks like one.
         "store_data_equal_to_fill_value": True,
     }

@@ -14,13 +14,13 @@ from cnr_jax.repository.store.base import AnyPath
 EXTRA = "s3"
 ENVIRONMENT = "AWS_*"
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-# Keys may be replaced by new ones as long as a run goes on.
+# Seconds after which keys are asked for again: they may be replaced while a run goes on.
 _KEYS_SECS = 300
 _KEYS_HINT = (
     "are the keys the right ones, and may they do this? docs/guides/buckets.md says which rights"
     " are needed"
 )
-# What to do, by the code of an error.
+# Hints what to do, by the code of an error.
 HINTS = {
     "NoSuchBucket": "make the bucket, or correct its name or AWS_ENDPOINT_URL",
     "PermanentRedirect": "set AWS_REGION to the region of the bucket",
@@ -30,7 +30,7 @@ HINTS = {
     "InvalidAccessKeyId": _KEYS_HINT,
     "SignatureDoesNotMatch": _KEYS_HINT,
     "ExpiredToken": "the keys have expired: make new ones",
-    # A look is answered by a number alone.
+    # The answer to a HEAD request has only a number.
     "400": "have the keys expired, and is AWS_REGION the region of the bucket?",
     "301": "set AWS_REGION to the region of the bucket",
     "403": _KEYS_HINT,
@@ -51,10 +51,10 @@ CONDITIONS_HINT = (
 
 
 def check(root: AnyPath) -> None:
-    """Checks that the environment names a service and keys, as far as it names any.
+    """Checks the address of a service and the profile in the environment, if it names any.
 
     Raises:
-        OptionError: if not.
+        OptionError: if one of them is wrong, or a profile needs boto3, which is not installed.
     """
     for name in _ENDPOINTS:
         endpoint = os.environ.get(name)
@@ -76,7 +76,7 @@ def check(root: AnyPath) -> None:
 
         try:
             boto3.Session()
-        except Exception as error:  # of botocore, which is imported with it
+        except Exception as error:  # an error of botocore, which boto3 imports
             raise errors.OptionError(
                 f"{os.fspath(root)} is no root here, as AWS_PROFILE names no profile\n"
                 f"  got {profile!r}: {error}\n"
@@ -85,7 +85,7 @@ def check(root: AnyPath) -> None:
 
 
 def _endpoint() -> str | None:
-    """Of the service, if it is not that of AWS."""
+    """URL of the service; None for that of AWS."""
     return next(filter(None, map(os.environ.get, _ENDPOINTS)), None)
 
 
@@ -97,7 +97,7 @@ def _region() -> str:
 
 @functools.cache
 def _region_of(profile: str | None) -> str | None:
-    """The region of a profile, as boto3 finds it."""
+    """Region of a profile, as boto3 finds it; None if it names none or boto3 is not used."""
     if not _asks_boto3():
         return None
     import boto3
@@ -106,7 +106,7 @@ def _region_of(profile: str | None) -> str | None:
 
 
 def _asks_boto3() -> bool:
-    """Whether keys are those that boto3 finds: it knows profiles, which the client does not."""
+    """Whether boto3 finds the keys: it knows profiles, which the client does not."""
     env = os.environ
     has_keys = env.get("AWS_ACCESS_KEY_ID") and not env.get("AWS_PROFILE")
     if has_keys:
@@ -119,7 +119,7 @@ def _asks_boto3() -> bool:
 
 
 def _keys_of_boto3() -> Any:
-    """Keys as they are now, in the environment, files, or wherever a profile says."""
+    """Keys that boto3 finds now, in the environment, in files, or where a profile says."""
     import boto3
 
     session = boto3.Session()
@@ -135,10 +135,10 @@ def _keys_of_boto3() -> Any:
 
 
 def given() -> tuple[Any, ...]:
-    """What the environment says now, of which clients are made."""
+    """Settings that the environment has now, from which `make` makes clients."""
     names = ("AWS_CA_BUNDLE", "AWS_PROFILE", "AWS_ACCESS_KEY_ID")
     secrets = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-    # What tells secrets apart, and is none.
+    # A hash tells secrets apart without keeping them.
     told = hash(tuple(map(os.environ.get, secrets)))
     return _endpoint(), _region(), *map(os.environ.get, names), told
 
@@ -152,11 +152,11 @@ def make(
     certificates: str | None,
     *_: str | int | None,
 ) -> Any:
-    """A client of a bucket, as `given` says.
+    """Makes a client of a bucket from the settings that `given` returns.
 
     Raises:
         OSError: if a file that the environment names cannot be read.
-        ValueError: if that names no service.
+        ValueError: if the environment names no service.
     """
     from obstore.store import S3Store
 
