@@ -1,4 +1,4 @@
-"""Compaction of a root: the chain of a step is merged into one full checkpoint in its place."""
+"""Compaction of a root: merges the chain of a step into one full checkpoint in its place."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ class CompactionPlan:
 
     Attributes:
         root: path of the root.
-        step: number of the step whose chain is merged; None: the step rests on no other.
+        step: number of the step whose chain is merged; None if the step rests on no other.
         directory: name of the step directory.
         chain: names of the step directories that are merged, the full one first.
         restore_bytes: bytes that a restore of the step reads at most, before the merge.
-        merged_bytes: bytes that it reads after the merge. Until `is_done`, an estimate of the most.
-        restore_secs: seconds that the restore takes before the merge; None: not known.
-        merged_secs: seconds that it takes after the merge, as planned; None: not known.
+        merged_bytes: bytes that it reads after the merge; an estimate until `is_done`.
+        restore_secs: seconds that the restore takes before the merge; None if not known.
+        merged_secs: seconds that it takes after the merge, as planned; None if not known.
         is_done: whether the chain is merged.
         merged_directory: name of the step directory that stands for the step; empty until
             `is_done`.
-        secs: seconds that the merge took.
-        replaced: names of step directories that an interrupted call has left, for which merged
-            steps stand.
+        secs: seconds that the merge took; 0 until `is_done`.
+        replaced: names of step directories that an interrupted call has left, although merged
+            steps stand for them. `execute` removes them.
         item: name of the item that is merged.
         uuid: uuid of the step.
     """
@@ -109,20 +109,20 @@ class CompactionPlan:
     ) -> CompactionPlan:
         """Merges the chain, and removes the step that the merged one stands for.
 
-        The other steps of the chain stay as steps of their own, and for the steps that rest on
-        them. `prune`, or the retention of a manager, lets go of them.
+        The other steps of the chain stay, as steps of their own, and because others may rest on
+        them. `prune`, or the retention of a manager, removes them.
 
         Args:
             writer_is_dead: as in `prune`.
             single_writer: as in `prune`.
 
         Returns:
-            The plan, with what was done.
+            The plan, completed by what was done.
 
         Raises:
             WriterError: if a manager that may still be running saves there. Nothing was merged.
             NoStepError: if the step is gone.
-            ChainError, IntegrityError: if something of the chain is damaged.
+            ChainError, IntegrityError: if a part of the chain is damaged.
             RootError: if the root cannot be read or written.
         """
         if self.step is None and not self.replaced:
@@ -175,14 +175,14 @@ def plan_compaction(
 ) -> CompactionPlan:
     """Plans to merge the chain of a step into one full checkpoint; changes nothing.
 
-    It reads manifests alone.
+    It reads only manifests.
 
     Args:
         root: directory of the checkpoints.
-        step: number of the step whose chain is to be merged; None: the newest that can be restored.
-        item: name of the item of each step; None: the one that holds a checkpoint of this library.
-        restore_secs: function from the bytes that a restore reads to the seconds that it takes;
-            None: the plan has no times.
+        step: number of the step whose chain to merge; None for the newest that can be restored.
+        item: name of the item of each step; None for the one with a checkpoint of this library.
+        restore_secs: function from the bytes that a restore reads to the seconds that it takes.
+            With None the plan has no times.
 
     Returns:
         The plan; its `execute` merges the chain.
@@ -233,7 +233,7 @@ def plan_compaction(
             )
         chain, secs = ledger.chain(entry), restore_secs
         before = ledger.restore_bytes(entry)
-        # A full checkpoint of the same rows takes about as much as that below.
+        # The merged checkpoint holds about as many bytes of rows as the full one below the step.
         after = chain[-1].rows_bytes + _dense_bytes(entry)
         return CompactionPlan(
             root=os.fspath(path),
@@ -260,7 +260,7 @@ def compact(
 ) -> CompactionPlan:
     """Merges the chain of a step into one full checkpoint that stands for it; needs no train state.
 
-    It takes rows as they are stored, and adds the integers of `lattice` and of moments, so a
+    It copies rows as they are stored, and adds the integers of `lattice` and of moments. So a
     restore gives the same bits as before. Deltas that rest on the step then rest on the merged one.
     Memory is bounded, whatever the size of the tables. A crash leaves the root as it was before, or
     with the merged step.
@@ -273,7 +273,7 @@ def compact(
         item: as in `plan_compaction`.
 
     Returns:
-        The plan, with what was done.
+        The plan, completed by what was done.
 
     Raises:
         CnrError: as `plan_compaction` and `CompactionPlan.execute` raise it.
@@ -289,12 +289,12 @@ def _dense_bytes(entry: Entry) -> int:
 def _merge(
     root: AnyPath, item: str, writer: RootWriter, ledger: Ledger, entry: Entry
 ) -> Entry:
-    """Writes and commits the step that stands for one, which is then removed; returns its entry.
+    """Writes and commits a step that stands for `entry`, then removes that; returns the new entry.
 
     Raises:
-        IntegrityError, FormatError, ChainError: if something of the chain is damaged.
+        IntegrityError, FormatError, ChainError: if a part of the chain is damaged.
         WriterError: if another manager has taken over the root.
-        OSError: if something cannot be read or written.
+        OSError: if a file cannot be read or written.
     """
     source = entry.directory
     generation = max(entry.generation, names.branch_generation(source) + 1)
@@ -304,7 +304,7 @@ def _merge(
     try:
         committer.prepare(attempt, [item])
         folder = committer.folder(attempt)
-        # What other handlers have saved beside it.
+        # Copies the other items of the step, which other handlers have saved.
         copy_files(root / source, folder, Meter(), but=item)
         kept = KeptChunks(_KEPT_BYTES, _CACHE_BYTES)
         chain = open_chain(root, source, item, kept=kept)
@@ -327,7 +327,7 @@ def _merge(
 
 
 def _remove(root: AnyPath, writer: RootWriter, ledger: Ledger, directory: str) -> None:
-    """Removes a step for which another one stands."""
+    """Removes a step directory for which another one stands."""
     writer.check_removal(directory)
     if writer.remover is None:
         remove_in_place(root / directory)
@@ -337,16 +337,16 @@ def _remove(root: AnyPath, writer: RootWriter, ledger: Ledger, directory: str) -
 
 
 def write_merged(directory: AnyPath, chain: Sequence[StepReader], uuid: str) -> None:
-    """Writes the item of a checkpoint that holds what a chain restores to, durably.
+    """Writes the item of a full checkpoint that restores to the same state as a chain, durably.
 
     Args:
-        directory: directory of the item, which is empty.
+        directory: directory of the item, which must be empty.
         chain: readers of the chain, the full checkpoint first.
         uuid: uuid of the merged checkpoint.
 
     Raises:
-        IntegrityError, FormatError: if something of the chain is damaged.
-        OSError: if something cannot be read or written.
+        IntegrityError, FormatError: if a part of the chain is damaged.
+        OSError: if a file cannot be read or written.
     """
     started, last = time.perf_counter(), chain[-1].manifest
     compression = last.encoding.compression if last.encoding else None
@@ -390,7 +390,7 @@ def write_merged(directory: AnyPath, chain: Sequence[StepReader], uuid: str) -> 
 
 
 def _copy_file(directory: AnyPath, source: AnyPath, digest: FileDigest) -> None:
-    """Copies a file that Orbax has written for dense leaves."""
+    """Copies and checks a file that Orbax has written for dense leaves."""
     target, data = directory / digest.path, read_checked(source, digest)
     if not exists(target.parent):
         store_of(target).make_folder(target.parent)
@@ -399,7 +399,7 @@ def _copy_file(directory: AnyPath, source: AnyPath, digest: FileDigest) -> None:
 
 
 def _motion(chain: Sequence[StepReader]) -> SampledMotion | None:
-    """How far rows had moved in the newest checkpoint of the last one's lineage that tells."""
+    """Motion of rows by the newest checkpoint of the last one's lineage that has it, or None."""
     last = chain[-1].manifest
     for each in reversed(chain):
         if each.manifest.lineage == last.lineage and each.manifest.motion is not None:

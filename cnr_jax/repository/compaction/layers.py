@@ -1,9 +1,9 @@
-"""Which rows of a chain lie together in a merged checkpoint: bands of rows, and layers of each.
+"""Bands and layers: which rows of a chain lie together in a merged checkpoint.
 
-Rows are encoded over the columns of a tile. Where all checkpoints of a chain cut a leaf into the
-same columns, one layer of tiles holds the newest copy of each row. A checkpoint with other cuts,
-which another mesh has made, begins a layer over those before it: encoded rows cannot be cut
-without decoding them, and exact ones that are cut already may be newer in some columns alone.
+Rows are encoded over the columns of a tile. If all checkpoints of a chain cut a leaf into the same
+columns, one layer of tiles holds the newest copy of each row. A checkpoint with other cuts, made on
+another mesh, begins a layer over those before it. Encoded rows cannot be cut without decoding them,
+and exact rows that are already cut may be newer in only some of their columns.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Layer:
     """Checkpoints of a chain, or layers of one, that cut a band of rows into the same columns.
 
     Attributes:
-        readers: the lowest first.
-        columns: of each tile.
-        base: the same of lower layers of the same columns, on whose integers rows of this one may
-            be added.
+        readers: readers of these checkpoints, the lowest first.
+        columns: columns of each tile.
+        base: readers of a lower layer with the same columns, and those below that. Integers of
+            rows in this layer may have to be added to theirs.
     """
 
     readers: list[StepReader]
@@ -36,11 +36,11 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Band:
-    """Rows of a leaf that no tile of a chain has in part.
+    """Run of rows of a leaf that each tile of a chain has in full or not at all.
 
     Attributes:
-        rows: start and stop.
-        layers: the lowest first.
+        rows: start and stop of the run.
+        layers: layers of the band, the lowest first.
     """
 
     rows: tuple[int, int]
@@ -48,10 +48,10 @@ class Band:
 
 
 def bands_of(chain: Sequence[StepReader], table: str, leaf: str) -> Iterator[Band]:
-    """The bands of a leaf, from its first row to its last.
+    """Yields the bands of a leaf, from its first row to its last.
 
     Args:
-        chain: the full checkpoint first.
+        chain: readers of the chain, the full checkpoint first.
         table: name of the table.
         leaf: `"table"`, or the name of a slot.
     """
@@ -81,11 +81,11 @@ def bands_of(chain: Sequence[StepReader], table: str, leaf: str) -> Iterator[Ban
 
 
 def _fits(columns: Sequence[Box], held: Sequence[tuple[Box, bool]]) -> bool:
-    """Whether rows can lie in tiles of these columns.
+    """Whether rows can lie in tiles with these columns.
 
     Args:
-        columns: of the tiles.
-        held: columns of the rows, and whether they cannot be cut.
+        columns: columns of each tile.
+        held: columns of the rows, and whether these are encoded, so that they cannot be cut.
     """
     return all(
         mine == theirs if coded else _is_within(mine, theirs)
@@ -100,6 +100,6 @@ def _is_within(box: Box, other: Box) -> bool:
 
 
 def _is_coded(reader: StepReader, process: int, tile: Tile) -> bool:
-    """Whether a tile has rows that cannot be cut to some of their columns as they are stored."""
+    """Whether a tile has encoded rows, which cannot be cut to some of their columns."""
     codecs = (reader.codec(process, segment.codec) for segment in tile.segments)
     return any(not isinstance(codec, Raw) for codec in codecs)

@@ -1,7 +1,7 @@
-"""Writing the rows of a merged checkpoint: the newest copy of each, as it is stored in a chain.
+"""Rows of a merged checkpoint: writes the newest copy of each, as it is stored in a chain.
 
-Nothing is decoded: codes, scales and exact rows are selected, and integers added. Rows go through
-memory block by block, so that it takes as much for a table of any size.
+Nothing is decoded: codes, scales and exact rows are selected, and integers are added. Rows go
+through memory block by block, so that a table of any size takes the same memory.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from cnr_jax.repository.store.packed_arrays import PackedWriter
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.state.layouts import layout_from
 
-# Encoded bytes of rows that are merged at a time.
+# Bytes of encoded rows that are merged at a time.
 BLOCK_BYTES = 32 << 20
-# Bytes of rows beside most others that are kept until they are stored.
+# Bytes of rows in another encoding than most of their tile that wait in memory to be stored.
 _BESIDE_BYTES = 8 << 20
-# Ends the names of arrays of rows that are not encoded as most of their tile are.
+# Suffix of the names of arrays for such rows.
 _BESIDE = "beside"
-# Elements of such an array at most; there are as many as come.
+# Most elements of such an array, whose length is not known before it is written.
 _MOST_BESIDE = 1 << 48
 
 
 @dataclasses.dataclass(slots=True)
 class MergedTile:
-    """A tile of the merged checkpoint, and what it is made of.
+    """A tile of the merged checkpoint, and the rows of the chain that it is made of.
 
     Attributes:
-        wanted: its rows in the chain, over those that they may be added to.
-        over: checkpoints, or layers, whose rows it has; None: all of these.
-        box: of the tile.
-        layer: of the tile.
-        main: encoding of most of its rows; None: it has none.
-        count: rows that were ever stored so.
-        source: where they are stored in the chain, to compare it with that of another leaf.
+        wanted: its rows in the chain, with those that they may have to be added to.
+        over: readers of the checkpoints, or layers, whose rows it holds; None for all of `wanted`.
+        box: box of the tile.
+        layer: number of its layer.
+        main: encoding of most of its rows; None if it has no rows.
+        count: number of its rows that any checkpoint of the chain stores in `main`.
+        source: where these rows are stored in the chain, to compare it with that of another leaf.
         own: arrays of its parts, without those that are stored with another leaf.
-        refs: where its parts are in the merged checkpoint.
+        refs: places of its parts in the merged checkpoint, by name.
     """
 
     wanted: WantedLeaf
@@ -84,11 +84,11 @@ class MergedTile:
 
     @property
     def rows(self) -> int:
-        """Rows of the tile."""
+        """Number of rows that the box of the tile spans."""
         return self.box[0][1] - self.box[0][0]
 
     def blocks(self) -> Iterator[tuple[int, Box]]:
-        """Runs of its rows: the first position of each, and its box."""
+        """Yields blocks of its rows: the first position of each in the tile, and its box."""
         if self.main is not None:
             (low, high), *columns = self.box
             step = max(1, BLOCK_BYTES // self.main.row_bytes)
@@ -96,7 +96,7 @@ class MergedTile:
                 yield start - low, ((start, min(start + step, high)), *columns)
 
     def own_rows(self, box: Box) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows of a block it has, and which of them in the main encoding, or had."""
+        """Masks of a block: rows that the tile has, and those ever stored in its main encoding."""
         own, main = np.zeros((2, box[0][1] - box[0][0]), bool)
         for each in self.wanted.held(box):
             if self.over is None or any(each.reader is r for r in self.over):
@@ -108,7 +108,7 @@ class MergedTile:
 
 @dataclasses.dataclass(slots=True)
 class _Beside:
-    """Rows of one encoding that are to be stored beside most rows of a tile."""
+    """Rows of a tile in another encoding than its main one, which wait to be stored."""
 
     encoding: Encoding
     positions: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -116,14 +116,14 @@ class _Beside:
     nbytes: int = 0
 
     def add(self, positions: np.ndarray, parts: Mapping[str, np.ndarray]) -> None:
-        """Adds rows, in any order, none of which came before."""
+        """Adds rows in any order; all of them must come after those added before."""
         order = np.argsort(positions, kind="stable")
         self.positions.append(positions[order])
         self.parts.append({name: part[order] for name, part in parts.items()})
         self.nbytes += len(positions) * self.encoding.row_bytes
 
     def take(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """All of them, in order; there are none then."""
+        """Takes all rows out, in the order of their positions."""
         parts = {n: np.concatenate([p[n] for p in self.parts]) for n in self.parts[0]}
         positions = np.concatenate(self.positions)
         self.positions, self.parts, self.nbytes = [], [], 0
@@ -131,7 +131,7 @@ class _Beside:
 
 
 def planned_tiles(chain: Sequence[StepReader]) -> list[list[MergedTile]]:
-    """The tiles of the checkpoint that a chain is merged to, by leaf, each from its first row."""
+    """Tiles of the merged checkpoint of a chain, by leaf, each leaf from its first row."""
     return [
         list(_tiles_of(chain, table.name, leaf.name))
         for table in chain[-1].manifest.tables
@@ -157,7 +157,7 @@ def _tiles_of(
             for columns in layer.columns:
                 yield _tile_of(wanted, over, (band.rows, *columns), number)
         for number in range(len(band.layers), layers):
-            # The tiles of each layer cover the leaf.
+            # Empty tiles, since the tiles of each layer have to cover the leaf.
             wanted = WantedLeaf((), table, leaf, target, dtype, dtype)
             yield _tile_of(wanted, None, (band.rows, *everything), number)
 
@@ -190,7 +190,7 @@ def _has_all_rows(each: StoredSegment, box: Box) -> bool:
 
 
 def _source(each: StoredSegment) -> tuple[object, ...]:
-    """Which rows a segment has, and where those parts of them are that two leaves may share."""
+    """Rows of a segment, and the places of its parts that two leaves may share."""
     parts = each.segment.parts
     summed = parts.get("octaves") or parts.get("integers")
     where = each.reader.manifest.uuid, each.process, each.segment.row_ids
@@ -198,12 +198,12 @@ def _source(each: StoredSegment) -> tuple[object, ...]:
 
 
 class MergedRows:
-    """Writes the rows of a chain as those of one checkpoint, by one process.
+    """Writer of the rows of a chain as those of one checkpoint, saved by one process.
 
     Args:
-        chain: the full checkpoint first.
-        directory: of the item that is written; it must exist.
-        compression: of arrays whose codec does not ask for another; None: none.
+        chain: readers of the chain, the full checkpoint first.
+        directory: directory of the item to write, which must exist.
+        compression: compression of arrays whose codec does not ask for another; None for none.
     """
 
     def __init__(
@@ -227,16 +227,16 @@ class MergedRows:
         self._tiles: list[Tile] = []
 
     def write(self, uuid: str) -> ProcessManifest:
-        """Writes all rows, then dense leaves.
+        """Writes all rows, then the dense leaves that are stored as tiles.
 
         Args:
-            uuid: of the merged checkpoint.
+            uuid: uuid of the merged checkpoint.
 
         Returns:
-            The manifest of its process, which is not written yet.
+            Manifest of its process, which is not written yet.
 
         Raises:
-            IntegrityError, FormatError: if something of the chain is missing or damaged.
+            IntegrityError, FormatError: if a part of the chain is missing or damaged.
         """
         dense: DenseWriter | None = None
         try:
@@ -258,7 +258,7 @@ class MergedRows:
                     arrays[name] = entry
             part = dense.finish()
         except BaseException:
-            # What it is writing may be removed at once.
+            # The caller may remove the folder at once, so nothing may be written any more.
             for writer in (*self._writers.values(), *([dense] if dense else ())):
                 writer.stop()
             raise
@@ -280,7 +280,7 @@ class MergedRows:
         )
 
     def _open(self, leaves: Sequence[Sequence[MergedTile]]) -> None:
-        """Sets where the parts of each tile start, and opens the arrays that hold them."""
+        """Decides where the parts of each tile start, and opens the arrays that hold them."""
         lengths: dict[str, int] = {}
         arrays: dict[str, PartArray] = {}
         known: dict[tuple[object, ...], MergedTile] = {}
@@ -353,11 +353,11 @@ class MergedRows:
         )
 
     def _stored_beside(self, tile: MergedTile, rows: _Beside) -> Segment:
-        """Stores rows that are not encoded as most of their tile are."""
+        """Stores rows in another encoding than the main one of their tile, as a segment."""
         positions, parts = rows.take()
         encoding, refs = rows.encoding, dict[str, PartRef]()
         for part in _arrays_of(encoding, all_parts=True):
-            # In arrays of their own: rows of a segment lie one after the other.
+            # In arrays of their own, since the rows of a segment must lie one after the other.
             array, values = f"{part.array}.{_BESIDE}", parts[part.part]
             writer = self._writers.get(array)
             if writer is None:
@@ -384,7 +384,7 @@ class MergedRows:
         return self._codecs.setdefault(codec, len(self._codecs))
 
     def _add_ids(self, positions: np.ndarray | None, rows: int) -> int:
-        """Index of row ids within a tile of `rows` rows; the same rows share them."""
+        """Index of the ids of rows in a tile of `rows` rows; equal sets of rows share one."""
         if positions is None:
             form, data, count = "all", np.empty(0, np.uint8), rows
         else:
@@ -414,7 +414,7 @@ class MergedRows:
             writer.append(data)
 
     def _copy_dense(self) -> DenseWriter:
-        """Writes the dense leaves of the newest checkpoint."""
+        """Starts to write the dense tiles of the newest checkpoint; returns their writer."""
         last, offset = self._chain[-1], 0
         found = [(p.process, tile) for p in last.processes for tile in p.dense_tiles]
         moved = list[tuple[int, int]]()
