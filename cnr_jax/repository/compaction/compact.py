@@ -54,7 +54,7 @@ class CompactionPlan:
         directory: name of the step directory.
         chain: names of the step directories that are merged, the full one first.
         restore_bytes: bytes that a restore of the step reads at most, before the merge.
-        merged_bytes: bytes that it reads after the merge; an estimate until `is_done`.
+        merged_bytes: bytes that it reads after the merge. Until `is_done`, an estimate of the most.
         restore_secs: seconds that the restore takes before the merge; None if not known.
         merged_secs: seconds that it takes after the merge, as planned; None if not known.
         is_done: whether the chain is merged.

@@ -47,8 +47,7 @@ class Ledger(Chains):
     """Step directories of one root by name, with their contents and chains.
 
     Args:
-        is_step: tells whether a name is that of a step directory. None accepts every name that
-            ends in a digit.
+        is_step: tells whether a name is that of a step directory; None for `may_be_step`.
         adopts: whether steps of plain Orbax count as checkpoints, rather than as unreadable.
         says: whether the log says which step directories cannot be read.
 
@@ -116,8 +115,7 @@ class Ledger(Chains):
         Args:
             root: root that holds the step directories.
             item: name of the item in each of them.
-            is_step: tells whether a name is that of a step directory. None accepts every name
-                that ends in a digit.
+            is_step: tells whether a name is that of a step directory; None for `may_be_step`.
             adopts: whether steps of plain Orbax count as checkpoints.
 
         Raises:
