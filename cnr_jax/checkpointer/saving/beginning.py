@@ -1,4 +1,4 @@
-"""The beginning of a save, in a thread of its own, which an interrupt ends soon."""
+"""The beginning of a save: planning and staging, in a thread that an interrupt ends early."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ S = TypeVar("S")
 
 
 class Beginning(Generic[S]):
-    """The beginning of one save, in a thread of its own.
+    """The beginning of one save, which runs in a thread of its own.
 
     Attributes:
-        job: of that thread.
+        job: job of that thread.
         found: the save, once it is in flight.
-        error: why it is not.
+        error: error because of which the save did not get into flight.
     """
 
     def __init__(self) -> None:
         self.job = Job()
         self.found: S | None = None
         self.error: BaseException | None = None
-        # Ends what is being staged; why that is to end.
+        # `_cancel` ends the staging in progress; `_why` is the reason to end it.
         self._cancel: Callable[[BaseException], None] | None = None
         self._why: BaseException | None = None
 
@@ -33,7 +33,7 @@ class Beginning(Generic[S]):
         begin: Callable[[], S],
         settings: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Begins; in its thread."""
+        """Runs `begin` and keeps its result or error; called in the thread of the beginning."""
         try:
             with settings():
                 self.found = begin()
@@ -41,20 +41,24 @@ class Beginning(Generic[S]):
             self.error = error
 
     def stages(self, cancel: Callable[[BaseException], None]) -> None:
-        """Staging begins, which `cancel` ends."""
+        """Notes that staging starts, and that `cancel` ends it."""
         self._cancel = cancel
         if self._why is not None:
             self._cancel(self._why)
 
     def is_staged(self) -> None:
-        """Staging is over: from here on no interrupt ends the save; raises one that has come."""
+        """Notes that staging is over: from here on no interrupt ends the save.
+
+        Raises:
+            BaseException: the interrupt, if one came during staging.
+        """
         self._cancel = None
         if self._why is not None:
             raise self._why
 
     def interrupt(self) -> None:
-        """Ends staging soon; from another thread."""
-        # First the reason: either this sees what is staged, or that sees the reason.
+        """Ends staging early; called from another thread."""
+        # The reason is set first: either this method sees `_cancel`, or `stages` sees the reason.
         self._why = KeyboardInterrupt()
         cancel = self._cancel
         if cancel is not None:
