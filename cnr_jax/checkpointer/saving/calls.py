@@ -1,4 +1,4 @@
-"""Who may call a manager when: one thread at a time, and nobody who would wait for himself."""
+"""Calls of a manager: one thread at a time, and none that would wait for itself."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ R = TypeVar("R")
 
 
 class Calls:
-    """The calls of one manager.
+    """The calls of one manager, and the lock that lets in one thread at a time.
 
     Args:
-        is_in_on_save: whether this thread is in the listener of the manager.
-        is_writing_here: whether this thread is one that begins or ends a save.
+        is_in_on_save: function that says whether this thread is running `on_save`.
+        is_writing_here: function that says whether this thread begins or ends a save.
 
     Attributes:
-        lock: held during calls; reentrant, for those that calls make of their own.
-        current: stands for the call that whoever holds the lock is in, if it must not be nested;
-            for each call another object.
-        is_closed: whether nothing can be done with the manager any more, but closing it again.
+        lock: lock that is held during calls; reentrant, as calls make other calls.
+        current: mark of the call that the holder of the lock is in, if that call must not be
+            nested; a new object for each call.
+        is_closed: whether the manager is closed, so that it can only be closed again.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Calls:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a child that was forked: no thread of the manager lives there."""
+        """Whether this is a forked child process, in which no thread of the manager runs."""
         return os.getpid() != self._process
 
     def asking(self) -> contextlib.AbstractContextManager[Any]:
-        """What a question about steps is asked in: the lock.
+        """Context in which a question about steps is answered: the lock, or nothing.
 
-        A thread of a save, with a callback of the user in it, must not wait for who waits for it;
-        meanwhile nothing changes either. In a child that was forked, the lock may be held by a
-        thread that is not there.
+        The thread of a save, which may run a callback of the user, takes no lock: a thread that
+        holds the lock may be waiting for it, and then the steps do not change either. A forked
+        child takes none, as the lock may be held by a thread that the child does not have.
         """
         free = self.is_forked or self._is_writing_here()
         return contextlib.nullcontext() if free else self.lock
@@ -60,7 +60,7 @@ class Calls:
         """Checks that a call waits neither for `on_save` nor for a save that waits for the call.
 
         Raises:
-            CallError: if it does.
+            CallError: if it would wait for one of them.
         """
         self.refuse_in_on_save(name)
         if self._is_writing_here():
@@ -72,10 +72,10 @@ class Calls:
             )
 
     def refuse_in_on_save(self, name: str) -> None:
-        """Checks that a call does not wait for the listener that makes it, nor for the dead.
+        """Checks that a call comes neither from inside `on_save` nor from a forked process.
 
         Raises:
-            CallError: if it does.
+            CallError: if it does: it would wait for itself, or for threads that do not exist.
         """
         if self.is_forked:
             raise errors.CallError(
@@ -95,9 +95,9 @@ class Calls:
 
 
 def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of a manager, during which no other thread is let in, nor a signal handler.
+    """Decorates a method of a manager so that no other thread or signal handler gets in meanwhile.
 
-    The manager's `Calls` are its attribute `_calls`, and its root is `_root`.
+    The manager has its `Calls` in the attribute `_calls`, and its root in `_root`.
     """
     name = method.__name__.lstrip("_")
 
@@ -105,7 +105,7 @@ def alone(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
     def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         calls: Calls = self._calls
         calls.refuse_inside(name)
-        # Nothing of Python runs between these lines and the blocks that undo them: an interrupt
+        # No Python code runs between these lines and the blocks that undo them, so an interrupt
         # leaves neither the lock held nor the mark set.
         with calls.lock:
             if calls.current is not None:
