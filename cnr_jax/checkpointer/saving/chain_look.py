@@ -1,11 +1,11 @@
-"""Whether what a save rests on is still there: looked at right before and after its commit.
+"""Checks that the chain of a save is still in the root, right before and right after its commit.
 
-Right before, so that no delta is committed on a gap that could be seen then. After, in the
-background, so that mostly the next save already knows of a gap and is full, rather than written in
-vain; and so that nothing is deleted whose place is to be taken by what is not whole.
+The look before the commit keeps a delta from being committed on a gap that can be seen by then.
+The look after it runs in the background. Mostly the next save then knows of a gap already and is
+full, rather than written in vain. And retention deletes no step in favour of one that is not whole.
 
-Where a look is a request, one step of the chain is looked at before each commit, any of them, and
-all that stays after one in whose favour steps are deleted.
+In a store where each look is a request, the look before a commit takes one step of the chain, at
+random. The look after it takes all steps that stay, but only if retention is about to delete some.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# The kind of the error of a save that rests on what is not there.
+# Kind of the error of a save whose chain has a gap.
 _KIND = "chain_damaged"
-# Full checkpoints that are looked at before one is deleted: so many are not lost at once unseen.
+# How many full checkpoints are looked at before one is deleted. The loss of so many at once does
+# not go unseen.
 _FULLS = 16
 
 
 def is_dropped(error: BaseException | None) -> TypeGuard[errors.SaveError]:
-    """Whether a save was not committed because what it rests on is not there.
+    """Whether a save was not committed because its chain has a gap.
 
-    Nothing failed in it, and the next one is full: it is told of in a report, and raised only by
-    a plain manager of Orbax.
+    Nothing failed in the save itself, and the next one is full. So a report tells of the error, and
+    only a plain Orbax manager raises it.
     """
     return isinstance(error, errors.SaveError) and error.kind == _KIND
 
@@ -45,7 +46,7 @@ def is_dropped(error: BaseException | None) -> TypeGuard[errors.SaveError]:
 def kept_for(
     plan: SavePlan, ledger: Ledger
 ) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """The chain that a save rests on, and the newest other full checkpoints of its branch."""
+    """The chain below a save, and the newest other full checkpoints of its branch."""
     parent = ledger.entries.get(plan.parent.directory) if plan.parent else None
     chain = ledger.chain(parent) if parent else []
     fulls = [entry for entry in ledger.branch() if entry.stands_alone][-_FULLS:]
@@ -54,10 +55,11 @@ def kept_for(
 
 
 def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | None:
-    """Why a save must not be committed: what it rests on is not there. None: it is."""
+    """Error because of which a save must not be committed: a gap in its chain; None without one."""
     chain = flight.chain
     if chain and not can(flight.place.root).cheap_looks:
-        # By the uuid: numbers of steps and lengths of chains grow together.
+        # The random choice depends on the uuid, not on the step: the number of the step grows
+        # together with the length of the chain.
         chain = (random.Random(flight.plan.uuid).choice(chain),)
     gaps = writer.gaps.look(flight.place, chain, dense=False)
     if not gaps:
@@ -83,24 +85,24 @@ def look_after(
     min_fulls: int,
     known: Set[Gap],
 ) -> None:
-    """Looks at a committed save and what it rests on; `RootWriter.note_gaps` notes what is found.
+    """Looks for gaps in a committed save and its chain; `RootWriter.note_gaps` notes them.
 
     Args:
-        writer: of the root.
+        writer: writer of the root.
         flight: the save.
         leaving: steps that retention is about to delete.
-        min_fulls: full checkpoints that are to stay.
-        known: gaps that need no further word.
+        min_fulls: number of full checkpoints that are to stay.
+        known: gaps that are known, and of which no warning is logged again.
     """
     if flight.manifest is None:
         return
     if not leaving and not can(flight.place.root).cheap_looks:
         return
-    # But for what saves before it have let go of since it was planned, which is not missing.
+    # Steps that retention has removed for earlier saves since this one was planned are not missing.
     with writer.looking:
         gone = _let_go(writer.ledger or Ledger(), flight.beside)
     beside = [e for e in flight.beside if e.step in leaving or e.uuid not in gone]
-    # What stays in the place of a full checkpoint that goes, or that `min_fulls` counts.
+    # Full checkpoints that stay in place of one that goes, or that `min_fulls` counts.
     stay = [entry for entry in beside if entry.step not in leaving]
     if len(stay) == len(beside):
         stay = stay[: min_fulls - 1]
@@ -125,7 +127,7 @@ def look_after(
 
 
 def _let_go(ledger: Ledger, entries: Collection[Entry]) -> set[str]:
-    """The uuids of those that retention has removed, or is removing."""
+    """Uuids of the entries that retention has removed, or is removing."""
     return {
         entry.uuid
         for entry in entries
