@@ -1,4 +1,4 @@
-"""One save and all that is known of it, from its plan until it is known what became of it."""
+"""The save in flight: all that is known of one save, from its plan until its outcome is known."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ from cnr_jax.waiting import STOP_SECS, Gate, Job
 
 
 def _do_nothing() -> None:
-    """Nobody waits for a save that writes nothing."""
+    """Default of `SaveInFlight.release`: nobody waits for a save that writes nothing."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class SaveInFlight(PipelinedSave):
-    """One save, and all that is known of it: what Orbax takes for its future.
+    """One save and all that is known of it; Orbax takes the object for the save's future.
 
-    It is made by the thread that saves; the thread that writes it fills in what it has written.
-    What became of it is found out once, by `Lifecycle`. Under a plain manager of Orbax it is in no
+    The thread that saves makes it, and the writing thread fills in what it has written.
+    `Lifecycle` finds out, once, what became of the save. Under a plain Orbax manager it is in no
     pipeline.
 
     Attributes:
-        item: that holds the state.
-        decided: how its state is saved; None if none is part of it, but other items.
-        dense_leaves: of the state, which belong to no table, as the manifest lists them.
+        item: name of the item that holds the state.
+        decided: plan by which the state is saved; None if the save holds only other items.
+        dense_leaves: dense leaves of the state, as the manifest lists them.
         tracking: how changed rows were found.
-        recorded_clock: of the touched rows, if there are any that were used.
-        info: of the step, as policies are told of it until it is one of the root; None under a
-            plain manager.
-        step_items: that a manager of ours saves, as long as it is not over.
-        rows: that it writes, about, with those of other processes.
+        recorded_clock: clock of the touched rows, if the save uses any.
+        info: description of the step for Orbax policies, until the step is one of the root; None
+            under a plain Orbax manager.
+        step_items: items that a manager of ours saves, until the save is over.
+        rows: approximate number of rows that all processes together write.
         started_secs: reading of `time.perf_counter` when the save was asked for.
-        wait_secs: how long it has waited for the train step that made the state.
-        agree_secs: how long process 0 has waited for each other one to plan it.
-        blocking_secs: how long it has held training up, but for `wait_secs`; None: not known.
+        wait_secs: seconds that it has waited for the train step that made the state.
+        agree_secs: seconds that process 0 has waited for the others to plan the save.
+        blocking_secs: seconds that it has held training up, without `wait_secs`; None: not known.
         trained: train steps between the save before and this one.
-        at_once: saves in flight while it is written, itself among them; 0: not measured.
-        writing: of its state, by a thread of its own.
-        release: ends the writing of rows, and frees whoever waits for it to go on.
-        launched: opened when the blocking part of the save is over.
-        returned: opened when training goes on.
-        stopped: why its writing must end, if it must.
-        write_error: why not all processes have written their part; known once that is over.
+        at_once: number of saves in flight while it is written, with itself; 0: not measured.
+        writing: job of the thread that writes its state.
+        release: function that ends the writing of rows and frees any thread that waits for it.
+        launched: gate that opens when the blocking part of the save is over.
+        returned: gate that opens when training goes on.
+        stopped: reason why the writing must end, if it must.
+        write_error: why not all processes have written their part; known once writing is over.
         written: what this process has written, once it has.
-        chain: committed checkpoints that it cannot be restored without, its parent first.
-        beside: newest full ones of its branch that it does not rest on.
-        harm: what was found missing of it, or of what it rests on, once it was committed.
-        made: the manifest that this process has written of it, for all.
-        manifest: of the save, once it is seen to be committed.
-        report: what is known of it so far; None once it is handed over, and without a state.
+        chain: committed checkpoints that a restore of it needs, its parent first.
+        beside: newest full checkpoints of its branch that are not in `chain`.
+        harm: gap in it or in its chain that was found after its commit.
+        made: manifest that this process has written of it, for all processes.
+        manifest: manifest of the save, once the commit is seen.
+        report: report of what is known so far; None once handed over, or without a state.
     """
 
     item: str
@@ -101,18 +101,18 @@ class SaveInFlight(PipelinedSave):
 
     @property
     def place(self) -> Place:
-        """Where it will be once it is committed."""
+        """Place of the state once the save is committed."""
         return Place(self.attempt.root, self.attempt.directory, self.item)
 
     @property
     def plan(self) -> SavePlan:
-        """How its state is saved."""
+        """Plan by which the state is saved."""
         assert self.decided is not None
         return self.decided
 
     @property
     def rests_on(self) -> str | None:
-        """The nonce of the save whose step is its parent; None if it rests on no other."""
+        """Nonce of the save whose step is its parent; None if it has no parent."""
         parent = self.decided.parent if self.decided else None
         return parent.uuid if parent else None
 
@@ -122,7 +122,7 @@ class SaveInFlight(PipelinedSave):
         """Waits until all processes have written their part.
 
         Raises:
-            SaveError: if one has not.
+            SaveError: if a process could not write its part.
             TimeoutError: if it takes longer than `timeout` seconds.
         """
         if not self.writing.wait(timeout):
@@ -131,21 +131,21 @@ class SaveInFlight(PipelinedSave):
             raise self.write_error
 
     def cancel(self) -> None:
-        """Makes the save fail; nothing is written any more soon after."""
+        """Makes the save fail; writing ends soon after."""
         self.give_up(concurrent.futures.CancelledError("the save was cancelled"))
 
-    # What the blocking part of the save, and its end, ask of its writing.
+    # What the blocking part and the end of the save ask of the writing thread.
 
     def give_up(self, why: BaseException) -> None:
-        """Makes the save fail for a reason, unless there is one already."""
+        """Makes the save fail for a reason; an earlier reason stays."""
         self.stopped = self.stopped or why
         self.release()
 
     def stop(self) -> None:
-        """Makes the save fail if it has not ended, and waits until nothing is written.
+        """Makes the save fail unless it has ended, and waits until its writing has stopped.
 
-        A plain manager of Orbax raises the first error while other parts may still be writing,
-        into a directory whose name the same step uses when it is saved again.
+        A plain Orbax manager raises the first error while other parts may still be writing. Their
+        directory has the name that the same step uses when it is saved again.
         """
         self.cancel()
         self.launched.open()
@@ -153,35 +153,35 @@ class SaveInFlight(PipelinedSave):
             self.writing.wait(STOP_SECS)
 
     def reason(self) -> errors.SaveError:
-        """Why the save was not committed, as far as this process knows."""
+        """Error that says why the save was not committed, as far as this process knows."""
         reason = self.write_error or RuntimeError("it was not committed")
         return save_error(reason, self.step, os.fspath(self.place.path))
 
     def committed_manifest(self) -> Manifest | None:
-        """Its manifest, if it is seen to be committed."""
+        """Manifest of the save if its commit can be seen, else None."""
         root, directory, item = self.place.root, self.place.directory, self.place.item
         if self.is_committed and self.made and not can(root).cheap_looks:
             return self.made
         try:
             manifest = read_committed(root, directory, item)
         except (errors.CnrError, OSError) as error:
-            # It was there when it was committed: somebody has taken or harmed it since.
+            # The file was whole at the commit: somebody has removed or damaged it since.
             return self.made if self.is_committed and means_damage(error) else None
         return manifest if manifest.uuid == self.plan.uuid else None
 
     def free(self) -> None:
-        """Frees what only its writing, and finding out what became of it, needed."""
+        """Frees what was needed only to write the save and to find out what became of it."""
         self.written = self.made = self.manifest = None
         self.stopped = self.write_error = None
         self.chain, self.beside = (), ()
         self.release = _do_nothing
 
     def know(self, **found: Any) -> None:
-        """Takes into its report what was found out; one thread at a time does."""
+        """Adds to the report what was found out; only one thread at a time may call this."""
         if self.report is not None:
             self.report = dataclasses.replace(self.report, **found)
 
     def note_commit(self) -> None:
-        """Notes how long it took to commit what all processes have written."""
+        """Notes in the report how long the commit took since all processes had written."""
         if self.agreed_at_secs is not None:
             self.know(commit_secs=time.perf_counter() - self.agreed_at_secs)
