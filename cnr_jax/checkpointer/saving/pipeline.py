@@ -1,18 +1,18 @@
-"""Saves on their way: each begins, is written, settled on all processes, committed and retired.
+"""Pipeline of saves: each is begun, written, settled on all processes, committed and retired.
 
     begin -> prepare -> write -> settle on all processes -> wait for the commit before -> seal
           -> publish -> wait for the save before -> tell all -> retire what it makes superfluous
 
-Several may be written at once, and are committed in the order in which they began: each once the
-commit of the one before is durable. A save that fails takes down those that rest on it, and no
+Several saves may be written at once. They are committed in the order in which they began, each once
+the commit of the one before is durable. A save that fails takes down those that rest on it, and no
 other.
 
-The training thread only waits. What begins a save, and what ends it, runs in threads of its own: an
-interrupt (Ctrl-C) can come where it waits, and nowhere else. So no interrupt reaches a handler, an
-event loop, or a lock of somebody else's; who is interrupted may ask again later.
+The training thread only waits: a save begins and ends in threads of its own. So an interrupt
+(Ctrl-C) can reach the training thread only while it waits, never in a handler, an event loop, or a
+lock of other code. After an interrupt the program may make the call again.
 
-Of several processes each has the same saves in the same order. What process 0 does for all (make
-folders, commit, remove) it tells under a topic of the save; whoever does not hear it asks the
+All processes have the same saves in the same order. Process 0 makes folders, commits and removes
+for all, and sends the outcome under a topic of the save. A process that does not hear it asks the
 store, which alone knows what is committed.
 """
 
@@ -58,60 +58,63 @@ _log = logger(__name__)
 
 
 class Work(Protocol):
-    """What is done for the saves of a pipeline. Nothing of it runs in the training thread."""
+    """What a pipeline calls for its saves. None of these methods runs in the training thread."""
 
     def items(self, save: Any) -> Sequence[str]:
-        """Names of the folders that are made before a save is staged."""
+        """Names of the items of a save, whose folders are made before it is staged."""
         ...
 
     def stage(self, save: Any, folder: AnyPath) -> Sequence[Any]:
         """Starts to write what is saved into a folder, so that training may go on.
 
-        Nothing is written before the folder is prepared, as the save says.
+        Nothing may be written before `save.prepared` says that the folder is there.
 
         Returns:
-            Futures, of which each `result()` waits until a part is on storage.
+            Futures; the `result()` of each waits until a part is on storage.
         """
         ...
 
     def cancel(self, save: Any, why: BaseException) -> None:
-        """Ends staging and writing soon; from any thread, more than once, or when they are over."""
+        """Ends staging and writing early; any thread may call it, more than once, or too late."""
         ...
 
     def seal(self, save: Any, folder: AnyPath) -> Collection[str]:
-        """On process 0, once all have written: the last before the commit.
+        """Finishes the folder on process 0, right before the commit, once all have written.
 
         Returns:
-            Names of what is durable already, of all that lies in the folder.
+            Names of the entries of the folder that are durable already.
         """
         ...
 
     def make_durable(self, save: Any) -> None:
-        """On process 0, right after the commit: from then on another may rest on it."""
+        """Makes a commit durable, on process 0; from then on another save may rest on it."""
         ...
 
     def published(self, save: Any) -> Any:
-        """On process 0, once those before are over; all are told what it returns, of JSON types."""
+        """Returns what all processes are told of a commit, of JSON types; on process 0.
+
+        The saves before it are over by then.
+        """
         ...
 
     def committed(self, save: Any, told: Any) -> None:
-        """On all processes: it is committed. `told` is None where process 0 was not heard."""
+        """Notes a commit, on all processes; `told` is None on one that has not heard process 0."""
         ...
 
     def retire(self, save: Any, told: Any) -> Any:
-        """On process 0: removes what nobody needs any more; what it returns all are told."""
+        """Removes what the commit makes superfluous, on process 0; returns what all are told."""
         ...
 
     def retired(self, save: Any, told: Any) -> None:
-        """On all processes: what was to go is gone, or stays."""
+        """Notes what was removed and what stays, on all processes; `told` is as in `committed`."""
         ...
 
     def failed(self, save: Any, error: errors.CnrError) -> None:
-        """On all processes: it failed, or what comes after its commit did, as the kind says."""
+        """Notes a failure, on all processes; the error's kind says if it came after the commit."""
         ...
 
     def ended(self, save: Any) -> None:
-        """On all processes, last of all: nothing is written or removed for it any more."""
+        """Notes, on all processes and last of all, that nothing is written or removed any more."""
         ...
 
 
@@ -120,14 +123,14 @@ class PipelinedSave:
     """One save, and all that the pipeline knows of it.
 
     Attributes:
-        attempt: where it is written; its nonce names it, and what processes tell of it.
-        prepared: until it is done nothing may be written; None: it is.
-        futures: of what is being written.
-        error: why it failed, or what comes after its commit.
+        attempt: place where it is written; its nonce identifies the save in messages.
+        prepared: future of its folder, before which nothing may be written; None: it is there.
+        futures: futures of the parts that are being written.
+        error: why the save failed, or what comes after its commit did.
         agreed_at_secs: reading of `time.perf_counter` when all processes knew that it is written.
-        is_committed: whether it is, as far as this process knows.
-        known: opened when it is known whether it is.
-        thread: that does all that is left to do once it has begun.
+        is_committed: whether it is committed, as far as this process knows.
+        known: gate that opens when it is known whether the save is committed.
+        thread: job of the thread that does the rest once the save has begun.
     """
 
     attempt: Attempt
@@ -141,16 +144,16 @@ class PipelinedSave:
 
     @property
     def step(self) -> int:
-        """Of the save."""
+        """Number of the step."""
         return step_number(self.attempt.directory)
 
     def topic(self, what: str) -> str:
-        """What processes call something that they tell each other of this save."""
+        """Topic of the messages that processes exchange about a part of this save."""
         return f"{self.attempt.nonce}/{what}"
 
     @property
     def rests_on(self) -> str | None:
-        """The nonce of the save that it is worth nothing without; None if there is none."""
+        """Nonce of the save without which this one is worth nothing; None if there is none."""
         return None
 
     @property
@@ -160,7 +163,7 @@ class PipelinedSave:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it was in flight; else whoever began it was told why not."""
+        """Whether it got into flight; if not, the call that began it has raised the error."""
         return self.thread.has_begun
 
 
@@ -171,10 +174,10 @@ class SavePipeline(Generic[S]):
     """The saves in flight of one manager.
 
     Args:
-        committer: says what it means that a save is committed.
-        channel: to the other processes.
+        committer: committer, which makes folders and commits them.
+        channel: channel to the other processes.
         work: what is done for the saves.
-        most: saves that are written at once.
+        most: number of saves that may be written at once.
 
     Attributes:
         committer: the same.
@@ -186,14 +189,14 @@ class SavePipeline(Generic[S]):
     ) -> None:
         self.committer, self._channel, self.most = committer, channel, most
         self._work = work
-        # In their order, from when they are decided until somebody has taken note of their ends.
+        # In the order of their beginnings. A save is here from its plan until `forget`.
         self._saves: list[S] = []
         self._beginning: Beginning[S] | None = None
-        # One thread for all beginnings: jax opens files for each thread that it is new to.
+        # One thread for all beginnings, as jax opens files for each new thread.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "cnr_begin_save")
         self._preparing = concurrent.futures.ThreadPoolExecutor(most, "cnr_prepare")
 
-    # The thread that calls.
+    # In the thread of the caller.
 
     def begin(
         self,
@@ -203,18 +206,19 @@ class SavePipeline(Generic[S]):
     ) -> S:
         """Begins a save, once there is room; returns when it is staged.
 
-        Who is interrupted waits on, as staging ends soon then, and raises: the save is in flight
-        or it is not. A second interrupt leaves the rest of that wait to the next call.
+        An interrupt ends staging early. The call waits for that and then raises the interrupt, so
+        that the save either is in flight or is not. A second interrupt leaves the rest of that wait
+        to the next call.
 
         Args:
-            plan: decides on the save, in a thread of its own. What it raises is raised here; with
-                several processes it must be raised on all.
-            prepare: makes ready what is staged, after that and alike.
-            settings: that the save is decided and staged in.
+            plan: function that decides on the save, in the thread of beginnings. Its error is
+                raised here; with several processes all must raise it.
+            prepare: function that prepares what is staged; it runs after `plan`, in the same way.
+            settings: makes the context in which the save is decided and staged.
 
         Raises:
-            Exception: as `plan`, `prepare` or, of one process, staging. With several what fails
-                later comes out of the background, on all alike.
+            Exception: as `plan`, `prepare` or, in a run of one process, staging. With several
+                processes an error of staging comes out of the background, on all of them.
         """
         self.end_beginning()
         self.make_room()
@@ -247,7 +251,7 @@ class SavePipeline(Generic[S]):
             beginning.error = None  # whose frames hold this one
 
     def end_beginning(self) -> None:
-        """Waits for a beginning that an interrupt has left."""
+        """Waits for a beginning that an interrupt has left to itself."""
         beginning = self._beginning
         if beginning is None or beginning.job.is_here:
             return
@@ -274,11 +278,11 @@ class SavePipeline(Generic[S]):
         self._preparing.shutdown()
 
     def in_flight(self) -> list[S]:
-        """Saves that are not over, in their order."""
+        """Saves that are not over, in the order of their beginnings."""
         return [save for save in tuple(self._saves) if not save.is_over]
 
     def unnoted(self) -> list[S]:
-        """Saves whose outcome nobody has taken note of, in their order."""
+        """Saves that are not forgotten yet, in the order of their beginnings; see `forget`."""
         return [*self._saves]
 
     @property
@@ -298,17 +302,17 @@ class SavePipeline(Generic[S]):
         return beginning is not None and not beginning.job.is_over
 
     def is_here(self) -> bool:
-        """Whether this is a thread of the pipeline, which must not wait for who waits for it."""
+        """Whether this is a thread of the pipeline; it must not wait for one that waits for it."""
         beginning = self._beginning
         if beginning is not None and beginning.job.is_here:
             return True
         return any(save.thread.is_here for save in tuple(self._saves))
 
     def ended(self) -> list[S]:
-        """Saves that have ended and are not forgotten, in their order, also in their beginning.
+        """Saves that have ended, even in their beginning, and are not forgotten, in their order.
 
-        None comes before all that began earlier. With one that failed come those that rest on it,
-        which are waited for: else they would look like failures of their own.
+        A save is listed only if all that began before it are. Those that rest on a failed save are
+        waited for and come with it; else they would look like failures of their own.
         """
         found: list[S] = []
         for save in tuple(self._saves):
@@ -320,11 +324,11 @@ class SavePipeline(Generic[S]):
         return found
 
     def forget(self, save: S) -> None:
-        """What became of a save is noted: who is interrupted before is shown it again."""
+        """Forgets a save whose outcome is noted; `ended` lists it until then."""
         self._saves.remove(save)
 
     def fallen_with(self, save: S) -> list[S]:
-        """A save that failed, and those that it takes down, as they rest on it, in their order."""
+        """The failed save, and those that it takes down because they rest on it, in order."""
         found = [save]
         for each in tuple(self._saves):
             if each.rests_on in {below.attempt.nonce for below in found}:
@@ -332,7 +336,7 @@ class SavePipeline(Generic[S]):
         return found
 
     def _fallen(self, save: S) -> S | None:
-        """The failed save that takes a save down, as that rests on it; None if there is none."""
+        """The failed save that a save rests on, and that takes it down; None if there is none."""
         below = (s for s in tuple(self._saves) if s.attempt.nonce == save.rests_on)
         return next((s for s in below if s.known.is_open and not s.is_committed), None)
 
@@ -359,8 +363,8 @@ class SavePipeline(Generic[S]):
             save.futures = [*save.futures, *self._work.stage(save, folder)]
             beginning.is_staged()
         except BaseException as error:
-            # Staging was cancelled if a save failed meanwhile that this one rests on: that is no
-            # failure of its own, and comes out of the background with the other.
+            # If the save that this one rests on failed meanwhile, that cancelled the staging. It is
+            # no failure of this save, and comes out of the background with the other one.
             fallen = save.error
             self._work.cancel(save, error)
             if jax.process_count() == 1 and fallen is None:
@@ -369,19 +373,19 @@ class SavePipeline(Generic[S]):
                 self._end(save)
                 save.thread.give_up()  # nothing is left to do
                 raise
-            # Other processes have begun: this one tells them in the background.
+            # The other processes have begun, so this one sends them its error in the background.
             failed = concurrent.futures.Future[None]()
             failed.set_exception(fallen or error)
             save.futures = [*save.futures, failed]
         try:
             self._drive(save)
         except (RuntimeError, MemoryError):
-            # The system has no more threads. It is in flight, so it must not be raised here.
+            # The system has no more threads. The save is in flight, so nothing may be raised here.
             save.thread.run(self._run, save)
         return save
 
     def _prepare(self, save: S) -> None:
-        """Has process 0 prepare the folder of a save, meanwhile if it asks a service for that."""
+        """Has process 0 prepare the folder of a save, in the background if that takes requests."""
         items = self._work.items(save)
 
         def prepare() -> None:
@@ -412,7 +416,7 @@ class SavePipeline(Generic[S]):
         save.futures = ()
 
     def _drive(self, save: S) -> None:
-        """Starts the thread of a save, unless it is."""
+        """Starts the thread of a save, unless it runs already."""
         context = contextvars.copy_context()
         save.thread.start(f"cnr_save_{save.step}", context.run, lambda: self._run(save))
 
@@ -429,7 +433,7 @@ class SavePipeline(Generic[S]):
             self._end(save)
 
     def _write(self, save: S) -> None:
-        """Waits until all processes have written their part; raises the same on all."""
+        """Waits until all processes have written their part; raises the same error on all."""
         failure = None
         for future in save.futures:
             try:
@@ -446,12 +450,16 @@ class SavePipeline(Generic[S]):
         save.agreed_at_secs = time.perf_counter()
 
     def _commit(self, save: S) -> Any:
-        """Waits for its turn, and has process 0 commit it; returns what that has told."""
+        """Waits for the turn of a save, and has process 0 commit it.
+
+        Returns:
+            What process 0 has told of it; None if it was not heard, or failed after the commit.
+        """
         saves = tuple(self._saves)
         before = saves[: saves.index(save)]
         for earlier in before:
             earlier.known.wait()
-        # Now, not when it began: that one may have failed since.
+        # Checked now, not at the beginning: the save below may have failed since.
         if (fallen := self._fallen(save)) is not None:
             raise taken_down(save.step, fallen.step, fallen.error)
 
@@ -477,7 +485,7 @@ class SavePipeline(Generic[S]):
         try:
             told = on_primary(self._channel, publish, topic=save.topic("published"))
         except BaseException:
-            # The store knows, whoever is silent.
+            # Even if a process is silent, the store knows.
             if not self._is_published(save.attempt):
                 raise
         save.is_committed = True
@@ -501,11 +509,14 @@ class SavePipeline(Generic[S]):
             return False
 
     def _retire(self, save: S, told: Any) -> None:
-        """After all were told of the commit: removing may take long, and may fail."""
+        """Has process 0 remove what is superfluous, after all know of the commit.
+
+        Removing may take long, and may fail.
+        """
 
         def retire() -> Any:
             if save.error is not None:
-                raise save.error  # nothing goes in favour of what may not last
+                raise save.error  # nothing is removed in favour of a step that may not last
             try:
                 return self._work.retire(save, told)
             except Exception as error:
@@ -521,7 +532,7 @@ class SavePipeline(Generic[S]):
         self._work.retired(save, found)
 
     def _fail(self, save: S, error: BaseException) -> None:
-        """Notes why a save failed, or what comes after its commit; takes its files away."""
+        """Notes why a save failed, or what comes after its commit did; removes a failed save."""
         free_frames(error)
         if save.is_committed:
             save.error = after_commit(error, save.step)
@@ -529,7 +540,7 @@ class SavePipeline(Generic[S]):
             save.error = _failure_of(error, save)
             self._abandon(save, save.error)
             for each in self.fallen_with(save)[1:]:
-                # Else it would be written in vain.
+                # Else the rest of it would be written in vain.
                 each.error = taken_down(each.step, save.step, save.error)
                 self._work.cancel(each, each.error)
         save.known.open()
@@ -539,7 +550,10 @@ class SavePipeline(Generic[S]):
             _log.exception("step %d: what follows its failure", save.step)
 
     def _abandon(self, save: S, error: errors.CnrError) -> None:
-        """On process 0, when no process writes any more; one that is silent may still do."""
+        """Removes the files of a failed save, on process 0, when no process writes any more.
+
+        After a process was silent, which may still be writing, they stay.
+        """
         if jax.process_index() != 0 or getattr(error, "kind", None) in UNHEARD:
             return
         if any(isinstance(each, StoreError) for each in causes(error)):
@@ -558,7 +572,7 @@ class SavePipeline(Generic[S]):
 
 
 def _failure_of(error: BaseException, save: PipelinedSave) -> errors.CnrError:
-    """What a save failed with, as all processes are told, and as it is raised."""
+    """The error of a failed save, in the form in which it is sent to all processes and raised."""
     if isinstance(error, errors.SaveError | errors.WriterError):
         return error
     if isinstance(error, concurrent.futures.CancelledError | asyncio.CancelledError):
