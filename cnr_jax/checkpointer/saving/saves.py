@@ -45,31 +45,29 @@ _log = logger(__name__)
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Saves:
-    """The saves of a manager.
-
-    Also of those that hold no state of ours, but other items.
+    """The saves of a manager, also those that hold no state of ours but only other items.
 
     Args:
-        committer: says what it means that a save is committed.
-        steps: of the root.
-        items: say how each is written.
-        lifecycle: finds out what became of each.
-        writer: of the root.
-        retirement: of steps that they make superfluous.
-        progress: is told of saves that begin and fail.
-        calls: of the manager.
-        channel: to the other processes.
-        plan: decides on the save of a state.
-        warm_up: for each plan, before anything of it is staged.
-        before_commit: of the user; called when a save is about to be committed.
-        options: of the run.
-        learn: is told of what saves took.
+        committer: committer of the saves.
+        steps: steps of the root.
+        items: items of a step, which know how each is written.
+        lifecycle: finds out what became of each save.
+        writer: writer of the root.
+        retirement: removes steps that saves make superfluous.
+        progress: notes saves that begin and end.
+        calls: calls of the manager.
+        channel: channel to the other processes.
+        plan: function that decides on the save of a state.
+        warm_up: function that is called with each plan, before any of its save is staged.
+        before_commit: function of the user that is called right before a commit.
+        options: options of the run.
+        learn: function that is called with measurements of what saves took.
 
     Attributes:
-        pipeline: that they go through.
-        steps: of the root.
-        retirement: of steps that they make superfluous.
-        meter: of what they take.
+        pipeline: pipeline that the saves go through.
+        steps: steps of the root.
+        retirement: removes steps that saves make superfluous.
+        meter: measures what saves take.
     """
 
     _committer: Committer
@@ -86,8 +84,8 @@ class Saves:
     _before_commit: Callable[[], None]
     _options: Options
     _learn: Callable[[Measurements], None]
-    # The call of `save` that is beginning one. What it asks, or a signal handler in the middle of
-    # it, is not to wait for it.
+    # Mark of the call that is beginning a save. Neither calls inside it, nor a signal handler that
+    # runs in the middle of it, may wait for that save.
     _inside: object | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -108,11 +106,11 @@ class Saves:
 
     @property
     def ledger(self) -> Ledger:
-        """What the root holds; nothing, until the first save names the item."""
+        """Ledger of the root; empty until the first save names the item."""
         return self._writer.ledger or Ledger()
 
     def flying(self) -> list[StepInfo]:
-        """Steps that are being saved, as policies are told of them."""
+        """Steps that are being saved, in the form that Orbax policies take."""
         saves = self.pipeline.unnoted()
         return [info for save in saves if (info := save.info) is not None]
 
@@ -132,16 +130,16 @@ class Saves:
         """Plans and begins a save.
 
         Args:
-            step: of the save.
-            item: that holds the state.
-            args: of all items.
-            state: of these, the state; None if other items alone are saved.
-            metrics: of the step.
-            custom_metadata: of the step, as JSON.
-            urgent: whether it is the last of a run.
+            step: number of the step.
+            item: name of the item that holds the state.
+            args: arguments of all items.
+            state: the state among them; None if only other items are saved.
+            metrics: metrics of the step.
+            custom_metadata: metadata of the step, as JSON.
+            urgent: whether this is the last save of a run.
 
         Raises:
-            CnrError: if it cannot be saved; nothing has changed then.
+            CnrError: if the step cannot be saved; nothing has changed then.
         """
         if self._writes_metrics:
             as_json("metrics", metrics)
@@ -172,7 +170,7 @@ class Saves:
             return save
         except BaseException:
             self._inside = None
-            # What an interrupt keeps this from, the next call does.
+            # If an interrupt keeps this call from it, the next call does it.
             if not self.pipeline.is_beginning:
                 with contextlib.suppress(Exception):  # which would hide why
                     self._settle()
@@ -186,26 +184,26 @@ class Saves:
     def _plan(
         self, step: int, item: str, state: Save | None, urgent: bool
     ) -> tuple[SaveInFlight, Any]:
-        """Decides on a save, on all processes or none; also what `planned_args` takes of it."""
+        """Decides on a save, on all processes or none; returns also what `planned_args` takes."""
         root, directory = self.steps.root, self.steps.new_directory(step)
         if state is not None:
-            # The root may be such that it cannot be read or claimed.
+            # The root may be one that cannot be read or claimed.
             with as_save_errors(step, str(root)):
                 planned = self._plan_state(Place(root, directory, item), state, urgent)
             return planned[0], planned
-        # Not by its step: it may find what is left of another save of that, which failed.
+        # The step would not do as a nonce: files of a failed save of that step may still be there.
         nonce = agree(self._channel, None, decide=lambda _: secrets.token_hex(16))
         return SaveInFlight(
             attempt=Attempt(root, directory, str(nonce)), item=item
         ), None
 
     def _note_begun(self, save: SaveInFlight, state: Save | None) -> None:
-        """Notes a save that is decided, and what goes out of its way."""
+        """Notes a save that is decided, and the steps that are moved out of its way."""
         nonce = save.attempt.nonce
         self._progress.begin(nonce, save.step, state.touched if state else None)
         if save.decided:
             self.meter.begins(save)
-        # What was moved aside is not in the way of the new steps.
+        # Steps that were moved aside are not in the way of the new ones.
         self.steps.forget_named(save.decided.abandoned if save.decided else ())
         if save.decided and self._writer.changed:
             self._lifecycle.wait()  # each adds its step
@@ -216,7 +214,7 @@ class Saves:
             check_not_in_the_way(save.step, save.place)
 
     def _metrics_of(self, metrics: Any, step: int) -> Any:
-        """Those that are written with a step; None: none are."""
+        """Metrics that are written with a step; None: none are."""
         if self.steps.has_best and metrics is None:
             _log.warning("step %d is ranked by metrics, but has none", step)
         return metrics if self._writes_metrics else None
@@ -228,10 +226,13 @@ class Saves:
     # Waiting.
 
     def make_room(self, *, alone: bool) -> None:
-        """Waits until a save may begin beside those that are being written, or `alone`.
+        """Waits until a save may begin beside those in flight, or until there are none.
+
+        Args:
+            alone: whether to wait for all saves in flight.
 
         Raises:
-            SaveError: if one failed; once.
+            SaveError: if a save failed; each failure is raised once.
         """
         if alone or self.pipeline.most == 1:
             self.wait()
@@ -243,11 +244,12 @@ class Saves:
                 self.pipeline.make_room()
             else:
                 self.pipeline.wait()
-            self.pipeline.ended()  # with one that failed those that rest on it
+            self.pipeline.ended()  # waits for those that rest on one that failed
             return [each.attempt.nonce for each in self.pipeline.in_flight()]
 
         self.pipeline.end_beginning()
-        # Of several processes each sees threads end at another time, but all raise the same.
+        # Each process sees threads end at another time, so process 0 says which saves are over,
+        # and all processes raise the same.
         flying = on_primary(self._channel, make)
         for save in self.pipeline.unnoted():
             if save.attempt.nonce not in flying:
@@ -259,16 +261,16 @@ class Saves:
         """Waits for the saves that are being written, and until `on_save` has been called.
 
         Raises:
-            SaveError: if one failed; once.
+            SaveError: if a save failed; each failure is raised once.
             CallError: inside `on_save`.
         """
         self._calls.refuse_in_on_save("wait_until_finished")
         if self.pipeline.is_here():
-            return  # a handler or a callback asks, which a save waits for
+            return  # the caller is a handler or a callback that a save waits for
         is_inner = True
         try:
             with self._calls.lock:
-                # Other calls are not to wait for `on_save`; nor is who is interrupted.
+                # An inner call does not wait for `on_save`; neither does an interrupted one.
                 is_inner = self._calls.current is not None
                 self._wait()
         except Exception:
@@ -276,13 +278,13 @@ class Saves:
                 self._lifecycle.listener.wait()
             raise
         if not is_inner:
-            # Without the lock: `on_save` may ask for the steps there are.
+            # Without the lock, as `on_save` may ask which steps there are.
             self._lifecycle.listener.wait()
-        # Last: an interrupt in what comes before must not take its place.
+        # Last, so that an interrupt in the lines above does not take the place of the failure.
         self._raise_failure()
 
     def check(self) -> None:
-        """Raises what a save raised that has ended; as `wait`, but does not wait."""
+        """Raises the error of a save that has ended; like `wait`, but does not wait."""
         self._calls.refuse_in_on_save("check_for_errors")
         if self.pipeline.is_here() or not self._have_ended():
             return
@@ -292,7 +294,7 @@ class Saves:
                 self._raise_failure()
 
     def _have_ended(self) -> bool:
-        """Whether saves have ended, with those that they take down, and nobody has noted it."""
+        """Whether saves have ended that are not noted yet, with those that they take down."""
         over = [save for save in self.pipeline.unnoted() if save.is_over]
         failed = [save for save in over if not save.is_committed]
         fallen = (each for save in failed for each in self.pipeline.fallen_with(save))
@@ -305,12 +307,12 @@ class Saves:
             self._settle()
 
     def _raise_failure(self, flying: Collection[str] = ()) -> None:
-        """Raises why a save failed, if nobody has.
+        """Raises the error of a failed save, unless it was raised before.
 
-        Those that it has taken down have failed for the same reason, which is raised once.
+        Saves that it has taken down failed for the same reason, which is raised only once.
 
         Args:
-            flying: nonces of saves that are in flight elsewhere, and left out.
+            flying: nonces of saves that process 0 still has in flight, which are left out.
         """
         with self._calls.lock:
             for save in () if self._is_inside() else self.pipeline.ended():
@@ -318,12 +320,14 @@ class Saves:
                 if failure is not None and save.attempt.nonce not in flying:
                     fallen = self.pipeline.fallen_with(save)
                     for each in fallen if not save.is_committed else [save]:
-                        self._note(each)  # another thread may have begun it since
+                        self._note(
+                            each
+                        )  # another thread may have begun that save since
                         self.pipeline.forget(each)
                     raise failure
 
     def _is_inside(self) -> bool:
-        """Whether this is asked in the middle of a call that begins a save."""
+        """Whether this runs inside the call that is beginning a save."""
         return self._inside is not None and self._inside is self._calls.current
 
     def settle(self) -> None:
@@ -338,7 +342,7 @@ class Saves:
             if (failure := _failure_of(save)) is None:
                 self.pipeline.forget(save)
             else:
-                # Until somebody raises it.
+                # The pipeline keeps the save until its error is raised.
                 self._lifecycle.last_failure = without_frames(failure)
         if self.pipeline.is_busy:
             return
@@ -348,9 +352,9 @@ class Saves:
             self.reread()
 
     def _note(self, save: SaveInFlight) -> None:
-        """Finds out what became of a save, whatever is known of it in the background.
+        """Finds out what became of a save, and notes it.
 
-        Done again from its beginning if an interrupt ends it.
+        If an interrupt ends this, the next call does it again from the beginning.
         """
         is_seen = save.is_committed
         if not save.decided:
@@ -365,9 +369,9 @@ class Saves:
         save.info = None  # it is not being saved any more
 
     def reread(self) -> None:
-        """Reads which steps there are, after a fault that may last."""
+        """Reads again which steps the root has; if it cannot be read, a later call tries again."""
         if self.steps.are_broadcast:
-            # The other processes come to it in the next save.
+            # All processes reload the steps in the next save.
             self._writer.changed = True
             self.steps.is_stale = False
             return
@@ -387,22 +391,22 @@ class Saves:
     def stage(self, save: SaveInFlight, folder: AnyPath) -> Sequence[Any]:
         """Starts to write all items of a step."""
         if save.decided is not None:
-            # Not before: of several processes this one alone may fail in it.
+            # Only now, when the save has begun on all processes: this one alone may fail in it.
             self._warm_up(save.decided)
         assert save.step_items is not None
         if save.prepared is not None and [*save.step_items.handlers] != [save.item]:
-            save.prepared.result()  # other items are written at once
+            save.prepared.result()  # other items are written at once, and need their folder
         return save.step_items.stage(folder)
 
     def cancel(self, save: SaveInFlight, why: BaseException) -> None:
-        """Ends staging and writing soon."""
+        """Ends staging and writing early."""
         items = save.step_items
         if items is not None:
             items.cancel()
         save.give_up(why)
 
     def seal(self, save: SaveInFlight, folder: AnyPath) -> Collection[str]:
-        """Ends what is written of a step; names what of it is durable already."""
+        """Finishes the items of a step; returns the names of those that are durable already."""
         assert save.step_items is not None
         with self._looking(save):
             save.step_items.finalize(folder)
@@ -412,7 +416,7 @@ class Saves:
 
     @contextlib.contextmanager
     def _looking(self, save: SaveInFlight) -> Iterator[None]:
-        """Looks at what a save rests on: last of all, or meanwhile where a look is a request."""
+        """Looks at the chain of a save: after the block, or beside it where a look is a request."""
         if can(self.steps.root).cheap_looks:
             yield
             self._lifecycle.look_before(save)
@@ -432,7 +436,7 @@ class Saves:
         self._lifecycle.synced(None)
 
     def published(self, save: SaveInFlight) -> Any:
-        """Says which steps go."""
+        """Decides which steps retention removes after a commit."""
         plan = save.decided
         left = plan.abandoned if plan and plan.leaves_behind else ()
         self._writer.show(save.attempt.directory, left)
@@ -440,32 +444,34 @@ class Saves:
         infos += [save.info] if save.info is not None else []
         infos = sorted(infos, key=lambda info: info.step)
         gaps = self._writer.gaps
-        known = gaps.taken()  # first: the rule is to know of no less
+        known = (
+            gaps.taken()
+        )  # first, so that retention decides with at least these gaps known
         leaving = self.retirement.decide(infos, save.attempt)
         try:
             self._lifecycle.look_after(save, leaving, known)
         except Exception:
-            self.retirement.stayed(leaving)  # nothing goes in favour of what failed
+            self.retirement.stayed(leaving)  # nothing is removed if the look failed
             raise
-        # Now: the next save, which may be planned from here on, takes what was found.
+        # Only now: the next save, which may be planned from here on, takes the gaps found above.
         if leaving and (unknown := gaps.beside(known)):
             self.retirement.spare(leaving, unknown[0])
             leaving = []
         return {"leaving": leaving}
 
     def committed(self, save: SaveInFlight, told: Any) -> None:
-        """Notes a commit; says so, unless the step goes at once."""
+        """Notes a commit and reports it, unless retention removes the step at once."""
         self.meter.durable(save)
         leaving = told["leaving"] if told else ()
         assert save.info is not None
-        # First, or policies would be told of it neither as a step nor as a save.
+        # First, or for a moment policies would see it neither as a step nor as a save.
         self.steps.add(save.info, save.attempt.directory)
         save.info = None
         self.retirement.note(leaving, save.attempt)
         self._lifecycle.report_commit(save)
 
     def retire(self, save: SaveInFlight, told: Any) -> Any:
-        """Removes the steps that go."""
+        """Removes the steps that retention has let go of; returns which are gone and which stay."""
         stay = self.retirement.remove(told["leaving"])
         gone = [step for step in told["leaving"] if step not in stay]
         self._note_own(save)
@@ -473,7 +479,7 @@ class Saves:
         return {"gone": gone, "stay": stay}
 
     def _note_own(self, save: SaveInFlight) -> None:
-        """Notes for the catalogue what was committed."""
+        """Notes a committed save for the catalogue."""
         items, manifest = save.step_items, save.manifest
         if items is not None and manifest is not None:
             entry = entry_of(save.attempt.directory, manifest)
@@ -481,7 +487,7 @@ class Saves:
             self._writer.note_own(entry, Noted(unix_secs=secs, metrics=items.metrics))
 
     def put_catalogue(self) -> None:
-        """Notes in the root what its steps are, where each look is a request; on process 0."""
+        """Writes the catalogue of steps into a root in which each look is a request; process 0."""
         if not can(self.steps.root).conditions or self._writer.place is None:
             return
         others = {
@@ -494,34 +500,34 @@ class Saves:
         self._writer.put_catalogue(others)
 
     def retired(self, save: SaveInFlight, told: Any) -> None:
-        """Notes which steps are gone, and which stay though they were to go."""
+        """Notes which steps are gone, and which stay although retention let go of them."""
         if told is not None:
             self.retirement.stayed(told["stay"])
             self.steps.forget(told["gone"])
 
     def failed(self, save: SaveInFlight, error: errors.CnrError) -> None:
-        """Says why a save failed, or what comes after its commit."""
+        """Logs why a save failed, or what comes after its commit did."""
         self._lifecycle.end_writing(save)
         self._lifecycle.fail(save, error)
 
     def ended(self, save: SaveInFlight) -> None:
-        """Lets other managers write."""
+        """Ends a save: from here on other managers may write, as far as it is concerned."""
         self.meter.over(save)
-        save.step_items = None  # which may hold the state still
+        save.step_items = None  # they may still hold the state
         self._lifecycle.end_writing(save)
         self._lifecycle.report_unwanted(save)
 
 
 def _failure_of(save: SaveInFlight) -> errors.CnrError | None:
-    """Why a save failed, or what comes after its commit, if it is to be raised by a later call."""
+    """Error of a save, or of what comes after its commit, if a later call is to raise it."""
     return save.error if save.has_begun and not is_dropped(save.error) else None
 
 
 def check_not_in_the_way(step: int, place: Place) -> None:
-    """Checks that a save replaces no folder that is not known of, and no file.
+    """Checks that no unknown folder and no file has the name of a new step.
 
     Raises:
-        DependentsExistError: if there is one.
+        DependentsExistError: if one has.
     """
     check_is_free(place.root, place.directory)
     path = place.root / place.directory
@@ -534,7 +540,7 @@ def check_not_in_the_way(step: int, place: Place) -> None:
 
 
 def as_json(name: str, given: Any) -> str:
-    """Writes what a user gives beside the items of a step as text.
+    """Converts metrics or metadata that the user gives with a step to JSON.
 
     Args:
         name: name of the argument of `save`.
