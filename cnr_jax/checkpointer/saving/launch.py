@@ -1,7 +1,7 @@
-"""A save on its way: what it holds is gathered, in the blocking part, while a thread writes it.
+"""Launch of a save: the blocking part gathers rows and leaves while a thread writes them.
 
-The thread writes the rows and dense leaves of this process, and hears of the other processes: the
-save ends well on all of them or on none.
+The writing thread writes the rows and dense leaves of this process, and learns how the other
+processes fared: the save succeeds on all of them or on none.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ from cnr_jax.waiting import wait_for
 
 _log = logger(__name__)
 
-# How long writing waits for training to go on: far longer than that takes, unless it is held up.
+# How long the writing thread waits for training to go on: far longer than that takes, unless
+# training is held up.
 _HEAD_START_SECS = 0.1
-# Taken, for good, by the first save of this process that rounds rows.
+# The first save of this process that rounds rows takes this lock and keeps it.
 _first_to_round = threading.Lock()
 _WAYS = (
     " Neither codec nor bits were given: Options(codec='raw') saves exactly, Options(bits=8)"
@@ -63,10 +64,10 @@ class Launcher:
     """Starts the saves of a handler.
 
     Args:
-        tracker: chooses rows among those that changed.
+        tracker: tracker that chooses rows among those that changed.
         widening: knows the width of each table's codes.
-        channel: to the other processes.
-        options: of the run.
+        channel: channel to the other processes.
+        options: options of the run.
     """
 
     _tracker: Tracker
@@ -75,7 +76,7 @@ class Launcher:
     _options: Options
 
     def __post_init__(self) -> None:
-        # For the rows that wait to be written.
+        # Memory for the rows that wait to be written.
         self._buffers = Buffers(self._options.kept_staging_bytes)
         self._room = Room(self._options.max_staging_bytes)
         self._coding: capture.Coding | None = None
@@ -84,7 +85,7 @@ class Launcher:
     def _coding_of(
         self, changed: ChangedRows, plan: SavePlan, encoding: Encoding
     ) -> capture.Coding:
-        """How rows of a save are encoded; the same object as long as that is the same."""
+        """Coding of the rows of a save; the same object as long as nothing of it changes."""
         made_of = (
             changed.shards.tiling,
             encoding,
@@ -102,18 +103,20 @@ class Launcher:
         directory: AnyPath,
         directories: Directories | None,
     ) -> None:
-        """Starts a save, and gathers: nothing of the state is needed afterwards.
+        """Starts the writing of a save, and gathers its rows and leaves.
 
-        With several processes an error here does not come out here: other processes have begun,
-        and wait for the word of all. The error of this process is its word, and comes out of the
+        Afterwards nothing of the state is needed.
+
+        In a run of several processes this raises no error: the others have begun, and wait for a
+        message of each process. The error is the message of this one, and comes out of the
         background, on all processes alike.
 
         Args:
-            flight: the save; it gets what goes on in the background.
+            flight: the save; it notes what goes on in the background.
             changed: its state, which nothing may keep.
-            directory: of the item.
-            directories: tell when it is there, where Orbax makes it; None: the save does, and
-                whoever carries it out settles it on all processes.
+            directory: directory of the item.
+            directories: directories that Orbax makes, to be waited for, where a plain Orbax
+                manager saves; None: the pipeline makes them, and settles the save on all processes.
         """
         plan, options, started = flight.plan, self._options, time.perf_counter()
         try:
@@ -121,7 +124,7 @@ class Launcher:
             followed = self._tracker.followed
             parent_clock = plan.parent.clock if plan.parent else None
             chosen = self._tracker.choose(changed, parent_clock)
-            # The writing thread gets this alone: it must not hold the state.
+            # The writing thread gets only this object, as it must not hold the state.
             rows = capture.Rows(self._coding_of(changed, plan, encoding), chosen)
             flight.rows = int(chosen.counts.sum()) * jax.process_count()
             pieces = dense.pieces_of(changed.dense)
@@ -131,7 +134,7 @@ class Launcher:
             if not on_host:
                 sample = capture.sample_of(rows.plans(), followed)
                 sources = capture.with_samples(sources, sample)
-            # Gathering on the host takes all cores already; on devices it waits for these.
+            # Gathering on the host keeps all cores busy; gathering on devices waits for them.
             stage = Stage(self._room, options.timeout_secs, patient=on_host)
             self._parents.begin(plan.uuid, lambda: flight.writing.is_over)
             # Writing starts first: a state larger than the staging budget streams through it.
@@ -154,8 +157,8 @@ class Launcher:
             )
             for chunk in host.gather_chunks(sources, self._buffers):
                 if not stage.put(chunk):
-                    break  # the writing has failed; the thread says why
-            # Else views of the state would be alive when the next train step gets its memory.
+                    break  # the writing has failed, and its thread notes why
+            # Else views of the state would still be alive when the next train step gets its memory.
             del sources
             changed.shards.release()
             gather_secs = time.perf_counter() - started
@@ -169,7 +172,7 @@ class Launcher:
         except BaseException as error:
             flight.give_up(error)
             flight.launched.open()
-            # There may be nothing to write, but the other processes are to hear of it.
+            # There may be nothing to write, but the thread must tell the other processes.
             write_in_background(
                 flight, directories, lambda: None, flight.release, self._channel
             )
@@ -184,7 +187,7 @@ class Launcher:
         self._parents.close()
 
 
-# Settings are those of a thread, unless they are of all.
+# Settings of jax may be those of one thread, so this thread gets its own.
 @own_settings()
 def _write_rows(
     flight: SaveInFlight,
@@ -197,11 +200,12 @@ def _write_rows(
     followed: FollowedRows | None,
     parents: ParentRows,
 ) -> None:
-    """Writes what comes through the stage; runs in the background."""
+    """Writes what comes through the stage; runs in the writing thread."""
     with parents.writing(flight.plan.uuid):
         stage.wait()
         if stage.is_closed:
-            # What training has yet to do is Python's, and each thread takes a lot at a time.
+            # Training has only Python code to run before it goes on. This thread would hold the
+            # interpreter for long each time.
             flight.returned.wait(_HEAD_START_SECS)
         plans = rows.plans()
         if sample is None:
@@ -219,11 +223,11 @@ def _write_rows(
         try:
             flight.written = writer.write(stage, host_device(), compared)
         except BaseException:
-            # Whatever it was: the folder may be removed, and its name used again, at once.
+            # After any error the folder may be removed, and its name used again, at once.
             writer.stop()
             raise
         finally:
-            stage.fail()  # nothing is taken any more; others may have the room
+            stage.fail()  # the stage takes nothing more, and other saves may have its room
         parents.note(flight.plan.uuid, flight.plan.parent, flight.written.tiles)
         if flight.written.row_errors is not None:
             _say_rounding(flight, flight.written.row_errors, plans, encoding)
@@ -232,7 +236,10 @@ def _write_rows(
 def _below(
     flight: SaveInFlight, plans: Sequence[RunPlan], parents: ParentRows
 ) -> dict[TileKey, Parts]:
-    """What differences rest on; nothing where it cannot be read: then all is stored."""
+    """Rows of the parent that differences are taken from, by tile.
+
+    Tiles whose rows cannot be read are missing, and are stored without differences.
+    """
     keys = {
         plan.key: plan.codec
         for plan in plans
@@ -244,7 +251,7 @@ def _below(
     try:
         found = parents.of(place.root, place.item, parent, keys)
     except (errors.CnrError, OSError) as error:
-        # Missing are files of a parent that is being written still.
+        # Files are missing if the parent is still being written.
         is_early = getattr(error, "kind", None) in ("file_missing", "not_committed")
         _log.log(
             logging.INFO if is_early else logging.WARNING,
@@ -254,7 +261,7 @@ def _below(
             error,
         )
         return {}
-    # What others are stored beside is added to only if they can be too.
+    # Squares are stored as differences only if the means beside them can be too.
     for plan in plans:
         if plan.beside is not None and plan.key not in found:
             found.pop(plan.beside, None)
@@ -267,7 +274,7 @@ def _say_rounding(
     plans: Sequence[RunPlan],
     encoding: Encoding,
 ) -> None:
-    """Says at a process' first save of rounded rows how far off they are."""
+    """Logs how far off rounded rows are, at the first save of this process that has some."""
     if found.mean is None or found.worst is None or jax.process_index() != 0:
         return
     if not _first_to_round.acquire(blocking=False):
@@ -295,14 +302,14 @@ def write_in_background(
     release: Callable[[], None],
     channel: Channel,
 ) -> None:
-    """Starts the one thread of a save, if it is not; how the save ends, it says in `flight`.
+    """Starts the writing thread of a save, unless it runs; it notes in `flight` how it ends.
 
     Args:
         flight: the save.
-        directories: to be waited for before anything is written; None: see `Launcher.launch`.
-        write: writes the part of this process.
-        release: ends `write`, and frees whoever waits for it to go on.
-        channel: to the other processes.
+        directories: directories to wait for before writing; None: see `Launcher.launch`.
+        write: function that writes the part of this process.
+        release: function that ends `write`, and frees any thread that waits for it to go on.
+        channel: channel to the other processes.
     """
     flight.release = release
     flight.writing.start(
@@ -344,7 +351,7 @@ def _in_background(
 
 
 def _note_secs(flight: SaveInFlight, secs: float) -> None:
-    """Notes how long writing took, without its waits for codes and for rows."""
+    """Notes how long writing took, without the seconds of encoding and of waiting for rows."""
     written = flight.written
     encode_secs = written.encode_secs if written else 0.0
     waiting_secs = written.waiting_secs if written else 0.0
@@ -364,7 +371,7 @@ def _as_told(
 def _end_alike(
     flight: SaveInFlight, failure: BaseException | None, channel: Channel, topic: str
 ) -> None:
-    """Ends as all processes do."""
+    """Notes in `flight` the outcome that all processes agree on."""
     where = os.fspath(flight.place.path)
     mine = failure and save_error(failure, flight.step, where)
     try:
@@ -373,14 +380,14 @@ def _end_alike(
         own = mine is not None and error.process == mine.process
         flight.write_error = mine if own else error
     except Exception as error:
-        # Such as jax's, when its coordination service is gone: nobody knows of success.
+        # Such as an error of jax whose coordination service is gone. Nobody knows of a success.
         flight.write_error = mine or save_error(error, flight.step, where)
     if isinstance(failure, concurrent.futures.CancelledError):
         flight.write_error = failure
 
 
 def _raised_by(work: Callable[..., Any], *args: Any) -> BaseException | None:
-    """What work raises: also what ends a thread must be told to the other processes."""
+    """Returns what `work` raises, even what ends a thread: other processes must be told of it."""
     try:
         work(*args)
     except BaseException as error:
