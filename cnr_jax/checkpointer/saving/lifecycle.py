@@ -1,4 +1,4 @@
-"""What becomes of saves: each is committed and reported, or undone and its error kept."""
+"""Lifecycle of saves: each is committed and reported, or undone and its error kept."""
 
 from __future__ import annotations
 
@@ -38,29 +38,30 @@ _log = logger(__name__)
 
 
 class Lifecycle:
-    """What becomes of saves: each is committed and reported, or undone and its error kept.
+    """Lifecycle of saves: each is committed and reported, or undone and its error kept.
 
-    What goes on in the background is told from there, by `report_commit` and `fail`: they change
-    neither the ledger nor the planner, which belong to the thread that saves.
+    Background threads report outcomes by `report_commit` and `fail`. These change neither the
+    ledger nor the planner, which belong to the thread that saves.
 
     Args:
-        writer: where saves go.
-        planner: is told of committed saves.
-        options: of the run.
+        writer: writer of the root.
+        planner: planner, which notes saves that begin, are committed or fail.
+        options: options of the run.
 
     Attributes:
-        managed: whether a manager calls `synced` and `end_writing` when a save has ended, and
-            `look_before` when all of a step is synced, closer to its commit than the handler of
-            the state can.
-        open: saves of a state that have begun and whose outcome is not known, in order.
-            Those of a manager are in a pipeline.
-        report: of the last save that was committed or dropped.
-        last_failure: why the save that ended last failed, without frames; None if it did not.
-        listener: is told of committed saves.
-        mirror: where committed saves are copied to; None: nowhere, or by another process.
-        near_problem: why saves go to the root though they are to go near; empty: they are not.
-        meter: is told what each save took; None: nobody measures it.
-        doubt: why the save committed last may not survive a power cut, though it is committed.
+        managed: whether a manager of ours calls `synced` and `end_writing` when a save has ended,
+            and `look_before` when all of a step is synced, which is closer to the commit than the
+            handler of the state can come.
+        open: saves of a state that have begun and whose outcome is not known, in order. Those of
+            a manager of ours are in a pipeline.
+        report: report of the last save that was committed or dropped.
+        last_failure: error of the save that ended last, without frames; None if it succeeded.
+        listener: listener, which gets the reports of saves.
+        mirror: mirror that committed saves are copied to; None: there is none, or another process
+            copies.
+        near_problem: why saves go to the root although `Options.near` is given; else empty.
+        meter: meter, which gets what each save took; None: nobody measures it.
+        doubt: why the save committed last may not survive a power cut; else empty.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Lifecycle:
         self.open: list[SaveInFlight] = []
 
     def begin(self, flight: SaveInFlight) -> None:
-        """The state of a save is about to be written."""
+        """Notes that the state of a save is about to be written."""
         assert self._writer.ledger is not None
         plan = flight.plan
         flight.chain, flight.beside = kept_for(plan, self._writer.ledger)
@@ -91,10 +92,10 @@ class Lifecycle:
         self._writer.begin_writing(plan.uuid)
 
     def decided(self, plan: SavePlan) -> None:
-        """A save is decided: retention keeps what it rests on, and the next may rest on it."""
+        """Notes a decided save: retention keeps its chain, and the next save may rest on it."""
         ledger = self._writer.ledger
         assert ledger is not None
-        # First: what is noted in the ledger is found out about with it.
+        # First: by the planner's note `_forget_planned` finds what is noted in the ledger.
         self._planner.begins(plan)
         if plan.leaves_behind:
             ledger.leave(plan.abandoned)
@@ -103,7 +104,7 @@ class Lifecycle:
         ledger.begin(plan.entry)
 
     def history_before(self, flight: SaveInFlight) -> tuple[HistoryEntry, ...]:
-        """What the history of a save says of those before it, all of which are over."""
+        """History of the saves before a save, all of which are over, for its manifest."""
         found, plan = tuple(self.open), flight.plan
         for each in reversed(found[: found.index(flight)] if plan.parent else ()):
             made = each.made
@@ -112,9 +113,9 @@ class Lifecycle:
         return self._planner.history_before(plan)
 
     def look_before(self, flight: SaveInFlight) -> None:
-        """Right before the commit of a save: looks whether what it rests on is there.
+        """Looks right before the commit of a save whether its chain is there.
 
-        On the process that commits.
+        Called on the process that commits.
 
         Raises:
             SaveError: if a file is missing or cut short, or the save before may not be durable.
@@ -130,26 +131,26 @@ class Lifecycle:
             if not self.managed:
                 self.fail(
                     flight, error
-                )  # Orbax tells nobody here that a save has failed
+                )  # plain Orbax does not tell this object that a save has failed
             raise error
 
     def look_after(
         self, flight: SaveInFlight, leaving: Collection[int], known: Set[Gap]
     ) -> None:
-        """After the commit of a save: looks whether it, and what it rests on, is there.
+        """Looks after the commit of a save whether it and its chain are there.
 
-        On the process that commits, in the background; before it is reported.
+        Called on the process that commits, in the background, before the save is reported.
 
         Args:
             flight: the save.
             leaving: steps that retention is about to delete.
-            known: what retention knew to be missing as it decided so.
+            known: gaps that retention knew of when it decided on `leaving`.
         """
         if flight in self.open and self._see(flight) is not None:
             look_after(self._writer, flight, leaving, self._min_fulls, known)
 
     def synced(self, error: OSError | None) -> None:
-        """Notes that a committed save is durable, or why not: then no other may rest on it."""
+        """Notes that a committed save is durable, or why it may not be; then no delta follows."""
         if error is None:
             self.doubt = ""
             self._writer.committed()
@@ -157,7 +158,7 @@ class Lifecycle:
             self.doubt = f"the save before may not be durable: {error}"
 
     def report_commit(self, flight: SaveInFlight) -> None:
-        """Reports a save if it is seen to be committed; in doubt `settle_one` looks again."""
+        """Reports a save if its commit can be seen; in doubt `settle_one` looks again."""
         if flight not in self.open or self._is_unwanted(flight):
             return
         flight.note_commit()
@@ -166,16 +167,16 @@ class Lifecycle:
             self._report(flight, manifest)
 
     def _see(self, flight: SaveInFlight) -> Manifest | None:
-        """The manifest of a save, if it is seen to be committed; kept."""
+        """Manifest of a save if its commit can be seen, else None; kept in the save."""
         try:
             flight.manifest = flight.manifest or flight.committed_manifest()
         except Exception:
-            # Such as memory that ran out: it is no error of the save.
+            # Such as running out of memory, which is no error of the save.
             _log.debug("cannot look for step %d", flight.step, exc_info=True)
         return flight.manifest
 
     def fail(self, flight: SaveInFlight, error: errors.CnrError) -> None:
-        """Says in the log why a save, or what comes after its commit, failed."""
+        """Logs and notes why a save, or what comes after its commit, failed."""
         self.last_failure = without_frames(error)
         _log.warning("%s", "; ".join(map(str.strip, str(error).splitlines())))
         flight.error = flight.error or error
@@ -188,7 +189,7 @@ class Lifecycle:
             self._tell_unwanted(flight)
 
     def _is_unwanted(self, flight: SaveInFlight) -> bool:
-        """Whether retention deletes the very step that was saved."""
+        """Whether retention deletes the very step that this save has written."""
         ledger, plan = self._writer.ledger, flight.plan
         return ledger is not None and ledger.doomed.get(plan.directory) == plan.uuid
 
@@ -208,7 +209,7 @@ class Lifecycle:
         self._report_dropped(flight, problem, None)
 
     def end_writing(self, *flights: SaveInFlight) -> None:
-        """Lets other managers write: these saves are committed, or have failed."""
+        """Ends the writing of saves, so that other managers may write."""
         for flight in flights if self._writer.writes else ():
             flight.stop()
             self._writer.end_writing(flight.attempt.nonce)
@@ -222,13 +223,13 @@ class Lifecycle:
             self._writer.undo()
 
     def _forget_planned(self) -> None:
-        """Forgets saves that were decided and did not begin."""
+        """Forgets saves that were decided but did not begin."""
         begun, ledger = {each.plan.uuid for each in self.open}, self._writer.ledger
         for each in [e.plan for e in self._planner.begun.values()]:
             if each.uuid not in begun and ledger is not None:
                 with self._writer.looking:
                     ledger.drop(each.directory)
-                    ledger.part()  # what it was to leave behind is not
+                    ledger.part()  # the steps that it was to leave behind count again
                 self._planner.failed(each.uuid)
 
     def wait(self) -> None:
@@ -237,10 +238,10 @@ class Lifecycle:
             flight.thread.wait()
 
     def settle(self) -> list[str]:
-        """Settles all saves that are over; see `settle_one`, which says the rest.
+        """Settles all saves that are over, each by `settle_one`.
 
         Returns:
-            The uuids of those that this call found to be committed.
+            Uuids of the saves that this call found to be committed.
         """
         over = [each for each in self.open if each.is_over or not self.managed]
         found = [self.settle_one(flight) for flight in over]
@@ -250,16 +251,16 @@ class Lifecycle:
     def settle_one(
         self, flight: SaveInFlight, committed: Collection[str] = ()
     ) -> str | None:
-        """Finds out whether a save is committed and notes it if so.
+        """Finds out whether a save is committed, and notes it or undoes the save.
 
-        Only to be called when it is not being written.
+        To be called only when the save is not being written.
 
         Args:
             flight: the save; nothing is done if it is settled already, or has not begun.
-            committed: uuids that process 0 found to be committed; none on process 0 itself.
+            committed: uuids of saves that process 0 found to be committed; empty on process 0.
 
         Returns:
-            Its uuid if this call found it to be committed.
+            Uuid of the save if this call found it to be committed, else None.
         """
         if flight not in self.open:
             return None
@@ -267,17 +268,19 @@ class Lifecycle:
             with self._writer.looking:
                 found = self._settle(flight, committed)
         except Exception:
-            # Once: it must not come out of every call. What an interrupt cuts short is done again.
+            # The save is ended, so that later calls do not raise the error again. What an interrupt
+            # cuts short, which is no Exception, is done again.
             self._end(flight)
             raise
         if jax.process_count() == 1:
-            # Of several, all note them with the next plan: retention must decide alike.
+            # Several processes note gaps together, with the next plan, as retention must decide
+            # alike on all.
             self._writer.note_gaps()
         return found
 
     def _settle(self, flight: SaveInFlight, committed: Collection[str]) -> str | None:
         place, plan, ledger = flight.place, flight.plan, self._writer.ledger
-        assert ledger is not None  # since the save began
+        assert ledger is not None  # it is there since the save began
         dropped, seen = self._is_unwanted(flight), None
         if self._writer.writes and self.managed:
             seen = flight.is_committed
@@ -285,7 +288,9 @@ class Lifecycle:
         entry = ledger.settle(place, plan.uuid, seen, flight.manifest)
         if entry is None and dropped:
             self._writer.committed()
-            self._planner.failed(plan.uuid)  # nothing rests on it, or it would be there
+            self._planner.failed(
+                plan.uuid
+            )  # no save rests on it, or the step would be there
             self._tell_unwanted(flight)
             self._end(flight)
             return None
@@ -300,17 +305,17 @@ class Lifecycle:
         return entry.uuid
 
     def _end(self, flight: SaveInFlight) -> None:
-        """Notes that it is known what became of a save."""
+        """Closes a save whose outcome is known, and frees what it holds."""
         self._writer.end_writing(flight.plan.uuid)
         flight.free()
         self.open.remove(flight)
 
     def settle_as(self, committed: Collection[str], flying: Collection[str]) -> None:
-        """Notes what process 0 found, though this process' view of the root may be older.
+        """Settles saves as process 0 did, even if this process sees an older state of the root.
 
         Args:
-            committed: uuids of saves that it found to be committed.
-            flying: of those that were not over there.
+            committed: uuids of saves that process 0 found to be committed.
+            flying: uuids of saves that were not over there.
         """
         place, ledger = self._writer.place, self._writer.ledger
         assert ledger is not None and place is not None
@@ -344,7 +349,7 @@ class Lifecycle:
             return
         found = None
         if self.mirror is not None:
-            # Not with the report, which may fail.
+            # Outside `make`, as making the report may fail.
             found = self.mirror.note(entry_of(flight.attempt.directory, manifest))
 
         def make(known: SaveReport) -> SaveReport:
@@ -367,22 +372,22 @@ class Lifecycle:
     def _tell(
         self, flight: SaveInFlight, make: Callable[[SaveReport], SaveReport]
     ) -> None:
-        """Hands over the report of a save, once, made of what is known so far."""
+        """Makes the report of a save from what is known, and hands it to the listener, once."""
         known, flight.report = flight.report, None
         if known is None:
             return
         try:
             report = make(dataclasses.replace(known, near_problem=self.near_problem))
         except Exception:
-            # What became of the save stays so, and this may be the middle of the next one, for
-            # which other processes wait.
+            # The outcome of the save does not change. This may run in the middle of the next save,
+            # for which other processes wait, so nothing is raised.
             _log.exception("there is no report of step %d", flight.step)
             return
         self.report = report
         if self.meter is not None:
             try:
                 self.meter.reported(flight, report)
-            except Exception:  # advice alone rests on it
+            except Exception:  # only advice needs the measurement
                 _log.exception("what step %d took is not measured", flight.step)
         tell = self.listener.tell if self.managed else self.listener.tell_here
         tell(report, flight.place.root)
