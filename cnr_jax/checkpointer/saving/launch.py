@@ -187,7 +187,7 @@ class Launcher:
         self._parents.close()
 
 
-# Settings of jax may be those of one thread, so this thread gets its own.
+# Settings of jax that a program makes for all threads would hold in this thread too.
 @own_settings()
 def _write_rows(
     flight: SaveInFlight,
