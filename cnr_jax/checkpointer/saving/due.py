@@ -1,4 +1,4 @@
-"""Whether a call saves: what is due, counted from where saving goes on, or as the last of a run."""
+"""Due saves: whether a call of `save` saves, by the interval or as the last save of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tip:
-    """The step that saving goes on from: the last one saved or restored by a manager."""
+    """Tip of a run: the step that saving goes on from, the last one a manager saved or restored."""
 
     step: int
     lineage: str
@@ -28,20 +28,20 @@ class Tip:
 
 
 class Progress:
-    """Where the saves of one manager have got to, and what it saves next.
+    """Progress of the saves of one manager: where they have got to, and which step is due next.
 
     Args:
-        steps: of the root; knows the user's intervals.
-        flying: steps that are being saved.
-        is_full: whether so many saves are in flight that another would have to wait.
-        uses: whether saves go by these touched rows.
-        channel: to the other processes.
-        options: of the run.
-        tick: is told of steps that are done.
-        interval: to the next save, if no option of the user says it.
+        steps: steps of the root; they know the user's intervals.
+        flying: function that returns the steps that are being saved.
+        is_full: function that says whether a further save would have to wait for one in flight.
+        uses: function that says whether saves use the given touched rows.
+        channel: channel to the other processes.
+        options: options of the run.
+        tick: function that is called with the number of each step that is done.
+        interval: interval between saves, if no option of the user sets it.
 
     Raises:
-        OptionError: if SIGTERM is to be listened to, but not in the main thread.
+        OptionError: if it should listen to SIGTERM, but is not made in the main thread.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class Progress:
         self._sigterm: Sigterm | None = None
         if options.save_on_sigterm and not is_distributed():
             self._sigterm = Sigterm()
-        # Of what is committed, or was restored; and of saves whose outcome is not known, by their
-        # nonces, in order.
+        # `_sure` is the tip by what was committed or restored. `_begun` has the tips of saves whose
+        # outcome is not known, by nonce, in order.
         self._sure: Tip | None = None
         self._begun: dict[str, Tip] = {}
 
     @property
     def tip(self) -> Tip | None:
-        """None for a manager that starts anew, whatever its root holds."""
+        """Tip of the run; None for a manager that starts anew, whatever its root holds."""
         return next(reversed(self._begun.values()), self._sure)
 
     def listen(self) -> None:
-        """From now on SIGTERM makes a save due, where that is asked for."""
+        """Starts to listen to SIGTERM, which then makes a save due, if the options ask for that."""
         if self._sigterm is not None:
             self._sigterm.listen()
 
     def close(self) -> None:
-        """Stops listening; warns if SIGTERM asked for a save, and none came."""
+        """Stops listening; warns if SIGTERM asked for a save and none was begun."""
         if self._sigterm is None:
             return
         self._sigterm.close()
@@ -114,15 +114,15 @@ class Progress:
         return ahead and not is_read_only and self.reached_preemption(step)
 
     def is_passed(self, step: int, should_save: Callable[[int], bool]) -> bool:
-        """Whether nothing is to be done at a step that comes before the next save.
+        """Whether a step comes before the next save, so that nothing needs to be done at it.
 
-        Looks at nothing but the number of the step. False where that is not known so easily.
+        This only looks at the number of the step. False where that does not suffice.
         """
         interval = self._interval
         return interval is not None and interval.goes_on(step) and not should_save(step)
 
     def begin(self, nonce: str, step: int, touched: Touched | None) -> None:
-        """A save begins: it is the tip, unless it fails."""
+        """Notes that a save begins; it is the tip unless it fails."""
         if self._sigterm is not None:
             self._sigterm.is_unheard = False
         self._begun[nonce] = self._tip_at(step, touched)
@@ -130,16 +130,16 @@ class Progress:
             self._interval.start_at(step)
 
     def ended(self, nonce: str, *, committed: bool) -> None:
-        """It is known what became of a save; the step of one that failed is due again."""
+        """Notes what became of a save; if it failed, the tip is the one before it again."""
         if committed:
             self._sure = self._begun.get(nonce, self._sure)
         self._begun.pop(nonce, None)
 
     def restored(self, step: int, touched: Touched | None) -> None:
-        """A step was restored."""
+        """Notes that a step was restored."""
         tip = self._tip_at(step, touched)
-        # Without touched rows it is not known whether the restored state goes on: if it
-        # does, its next steps are due either way.
+        # Without touched rows it is not known whether training goes on from the restored state.
+        # If it does, its next steps are due either way.
         if tip.lineage or self.tip is None or step < self.tip.step:
             self._start_at(tip)
 
@@ -149,15 +149,15 @@ class Progress:
             self._interval.start_at(tip and tip.step)
 
     def _leaves(self, step: int, touched: Touched | None) -> bool:
-        """Whether an older step is no repetition but a state that does not rest on the tip.
+        """Whether an older step holds a state that does not rest on the tip, rather than repeats.
 
-        Such are a new run in a used root, going on after another step was evaluated, and a
-        rollback in memory. If so, it starts anew: there is no tip.
+        Such a state comes from a new run in a used root, from going on after another step was
+        evaluated, or from a rollback in memory. If so, saving starts anew: there is no tip.
         """
         tip = self.tip
         if tip is None or step > tip.step or not self._uses(touched):
             return False
-        # Waits for the train step, but only here: steps after the tip are due or not due.
+        # This waits for the train step. Steps after the tip do not get here.
         new = self._tip_at(step, touched)
         if new.lineage == tip.lineage and new.clock >= tip.clock:
             return False
@@ -167,12 +167,12 @@ class Progress:
     def is_due(
         self, step: int, state: Save | None, should_save: Callable[[int], bool]
     ) -> bool:
-        """Whether a save that is not forced is due; it may have to start anew for that.
+        """Whether a save that is not forced is due; the tip may be given up for that.
 
         Args:
-            step: of the save.
-            state: that is saved; None if other items are.
-            should_save: the manager's; a subclass may have its own, as with Orbax.
+            step: number of the step.
+            state: state that is saved; None if only other items are.
+            should_save: method of the manager; a subclass may have its own, as with Orbax.
         """
         if should_save(step):
             return True
@@ -188,7 +188,7 @@ class Progress:
 
     def is_left_out(self, step: int) -> bool:
         """Whether a save that is due is skipped because it would have to wait."""
-        # Threads end at slightly different times; the processes must do the same.
+        # The threads of processes end at slightly different times, so process 0 decides for all.
         busy = self._skips and bool(on_primary(self._channel, self._is_full))
         if busy:
             _log.info("step %d is not saved: saves before it are being written", step)
