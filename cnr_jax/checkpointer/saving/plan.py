@@ -1,7 +1,7 @@
-"""How the processes of a run come to one plan of a save, or to the same error.
+"""Planning of a save: all processes of a run come to one plan, or to the same error.
 
-Every process says what only it can know; process 0 compares, decides and tells all. No device
-computation takes part, so nothing waits for the train step.
+Every process sends what only it can know. Process 0 compares, decides, and sends its decision to
+all. No device computation takes part, so nothing waits for the train step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from cnr_jax.rows.codecs import Raw
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# Beside the digests of leaves: they cannot be paths of these.
+# Keys of messages beside the digests of leaves; they cannot be paths of leaves.
 _ASKED = "/asked"
 _TRACKING = "/tracking"
 _DOUBT = "/doubt"
-# Of a wait that is worth a line in the log; Orbax's own.
+# Seconds of a wait that is worth a line in the log; the same as in Orbax.
 _LONG_SECS = 1.0
 
 
@@ -49,16 +49,16 @@ _LONG_SECS = 1.0
 class Planning:
     """Makes one plan for all processes, after which all know the same steps.
 
-    Process 0 finds out what became of the last save, claims the root, plans, and makes room;
-    other processes take over what it found.
+    Process 0 finds out what became of the last save, claims the root, plans, and moves steps out of
+    the way. The other processes take over what it found.
 
     Args:
-        channel: to the other processes.
-        writer: where saves go.
-        lifecycle: is settled by each plan.
-        planner: decides, on process 0.
+        channel: channel to the other processes.
+        writer: writer of the root.
+        lifecycle: lifecycle of saves; each plan settles those that are over.
+        planner: planner that decides, on process 0.
         widening: puts the width of codes into the plan.
-        interval: to the next save, if that is decided too.
+        interval: interval to the next save, if the manager decides that too.
     """
 
     _channel: Channel
@@ -67,16 +67,14 @@ class Planning:
     _planner: Planner
     _widening: Widening
     _interval: Interval | None = None
-    # Of checkpoints that a delta of all bits was to rest on, whether they hold all bits.
+    # Whether a checkpoint stores all rows raw, by uuid; asked for the chain of an exact delta.
     _exact: dict[str, bool] = dataclasses.field(default_factory=dict, init=False)
 
     def foreseen(self) -> tuple[int | None, int]:
-        """The width of codes in the next save, where options leave it open, and what it dithers.
+        """Foresees the width of "auto" codes in the next save, and the widest that are dithered.
 
-        The second is the width of the widest codes that are dithered.
-
-        Before the first restore of a run that has been saved: as it will be after that, and so is
-        what options do not give.
+        If the root holds a run that was not restored yet, both are as they will be after that
+        restore. Options that are not given are then taken from that run.
         """
         ledger, planner = self._writer.ledger, self._planner
         restores, motion = planner.restores, planner.motion
@@ -85,7 +83,7 @@ class Planning:
         if ledger is not None and runs.current is None and not runs.new_run:
             found = [entry for entry in ledger.restorable() if entry.known]
             if found and (newest := found[-1].manifest):
-                # What does not go together is an error of the restore.
+                # Options that do not go together raise an error in the restore, not here.
                 with contextlib.suppress(errors.OptionError):
                     self._widening.inherit(newest.encoding)
                 if not restores:
@@ -95,20 +93,22 @@ class Planning:
         return widening.bits(restores, motion), widening.dithered_bits(restores, before)
 
     def wait(self, until_there_is_room: Callable[[], None]) -> None:
-        """Waits for saves before; should that raise, the other processes hear of it."""
+        """Waits for the saves before this one; if that raises, the other processes hear of it."""
         started = time.perf_counter()
         try:
             until_there_is_room()
         except errors.CnrError as error:
             # Other processes may know of no error, such as one in deleting old steps, or of another
-            # one. Without a state they agree on a nonce instead, and hear of it there.
+            # one. In a save without a state they agree on a nonce, and hear of the error there.
             self.refuse(error)
             if self._interval is not None:
-                self._interval.start_at(None)  # all raise it, and the next step is due
+                self._interval.start_at(
+                    None
+                )  # all raise the error, and the next step is due
             raise
         waited_secs = time.perf_counter() - started
         if waited_secs > _LONG_SECS:
-            # Begins as Orbax's own does, which programs may look for in logs.
+            # Begins like the line of Orbax, which programs may look for in logs.
             _log.warning(
                 "Waiting for previous save to complete took %.1f seconds. Where that is often so,"
                 " save less often; Options(max_in_flight=...) helps where storage answers late",
@@ -116,13 +116,13 @@ class Planning:
             )
 
     def refuse(self, obstacle: errors.CnrError) -> None:
-        """Tells the other processes, which prepare a save, that this one does not."""
+        """Tells the other processes, which prepare a save, that this one cannot; raises nothing."""
         if jax.process_count() > 1:
             with contextlib.suppress(errors.CnrError):
                 self._agree({}, obstacle)
 
     def raise_on_all(self, obstacle: errors.CnrError) -> NoReturn:
-        """Raises on all processes why this one cannot save, or what keeps another from it."""
+        """Raises an error on all processes: this obstacle, or that of another process."""
         self._agree({}, obstacle)
         raise obstacle
 
@@ -135,21 +135,23 @@ class Planning:
         full: bool,
         exact: bool,
     ) -> tuple[SavePlan, float]:
-        """The plan of process 0, which first finds out what became of saves that are over.
-
-        Also how long that has waited for each other process; 0 on others.
+        """Agrees on the plan of process 0, which first settles saves that are over.
 
         Args:
-            directory: of the step.
-            found: what this process has to save. Leaves that are not global must be the same
-                everywhere, and rows that changed be found in the same way.
+            directory: name of the step's directory.
+            found: what this process has to save. Leaves that are not global must be the same on
+                all processes, and all must find changed rows in the same way.
             urgent: as in `Planner.plan`.
-            full: the same.
-            exact: the same.
+            full: as in `Planner.plan`.
+            exact: as in `Planner.plan`.
+
+        Returns:
+            The plan; and on process 0 the seconds that it waited for the others, divided by their
+            number, else 0.
 
         Raises:
-            CnrError: the same on all processes, if one has an obstacle or nothing can be
-                planned.
+            CnrError: the same on all processes, if one of them meets an obstacle or nothing can
+                be planned.
             SaveError: if a process does not answer.
             StateMismatchError: if leaves that are not global differ between processes.
             OptionError: if processes find changed rows in different ways, or are asked for
@@ -180,11 +182,11 @@ class Planning:
             except errors.CnrError:
                 raise
             except Exception as error:
-                # Whatever it is, such as a folder that cannot be renamed.
+                # Any other error, such as a folder that cannot be renamed.
                 raise save_error(error, step_number(directory)) from error
 
         told = self._agree(said, None, decide)
-        # Who lists steps for its manager looks at it.
+        # The manager that lists steps looks at this.
         self._writer.changed = self._lifecycle.managed and told["changed"]
         if self._interval is not None:
             self._interval.settle(step_number(directory), *told["interval"])
@@ -202,15 +204,15 @@ class Planning:
     def _decided(
         self, directory: str, found: ChangedRows, doubt: str, asked: Mapping[str, bool]
     ) -> dict[str, Any]:
-        """What process 0 decides, and all are told.
+        """Decides on process 0; returns what all processes are told.
 
-        Waits for saves in flight if this one does not go on from the last of them, or moves steps
-        aside.
+        Waits for the saves in flight if this one does not go on from the last of them, or moves
+        steps aside.
         """
         lifecycle, committed = self._lifecycle, list[str]()
         gaps: tuple[tuple[str, str], ...] = ()
         while True:
-            # Retention, which decides in the background, comes before all of it or after.
+            # Retention, which decides in the background, comes before all of this or after it.
             with self._writer.looking:
                 committed += lifecycle.settle()
                 flying = lifecycle.open
@@ -259,7 +261,7 @@ class Planning:
             raise explained from error
 
     def _explained(self, error: errors.AuditError) -> errors.CnrError:
-        """The error that says which steps may lack rows, as process 0 alone knows."""
+        """Adds to an error which steps may lack rows, which only process 0 knows."""
 
         def explain() -> errors.CnrError:
             try:
@@ -279,7 +281,7 @@ class Planning:
         branch = self._planner.branches.get(error.lineage)
         clocks = dict(branch.parents) if branch else {}
         committed = ledger.committed()
-        # Under a plain manager of Orbax the last save is settled by the next plan only.
+        # Under a plain Orbax manager the last save is settled only by the next plan.
         for flight in self._lifecycle.open:
             manifest = flight.committed_manifest()
             if manifest is None:
@@ -292,11 +294,11 @@ class Planning:
         suspects.explain(error, place.root, committed, clocks)
 
     def _claimed(self, directory: str, found: ChangedRows) -> Ledger:
-        """What is in the root, once it is claimed for a save."""
+        """Claims the root for a save; returns its ledger."""
         if self._planner.runs.current is None:
-            # First: who claims a root ends the saves of the run that is at work there.
+            # Before the claim, which ends the saves of any run that is at work there.
             self._planner.runs.check_origin(self._writer.refreshed(), found.touched)
-        # A plain manager of Orbax is making the folder of this save by now.
+        # A plain Orbax manager is making the folder of this save by now.
         ledger = self._writer.claim(None if self._lifecycle.managed else directory)
         if self._writer.place is not None:
             check_is_free(self._writer.place.root, directory)
@@ -304,19 +306,19 @@ class Planning:
         return ledger
 
     def _prepared(self, plan: SavePlan) -> SavePlan:
-        """A plan with the widths of its codes, for which there is room in the root."""
+        """Puts the widths of codes into a plan, and moves steps out of its way."""
         self._widening.inherit(plan.encoding)
         self._widening.say_inherited("in the run that goes on")
         plan = self._widening.widened(plan, self._planner.branches[plan.lineage])
-        # Before other processes hear of the plan, and of an error here instead.
+        # Before the other processes hear of the plan: if this fails, they hear of the error.
         self._writer.move_aside(plan)
         return plan
 
     def _look_again(self, ledger: Ledger, lineage: str) -> None:
-        """Looks at the chain that a save may rest on, where the save before has not.
+        """Looks at the chain that a save may rest on, unless the save before has looked at it.
 
-        Training waits: in an object store, where each file is a request, only if it has to. What
-        is not seen here is seen right before the commit.
+        Training waits for this. So in an object store, where each file is a request, it is done
+        only if it has to be. A gap that is not seen here is seen right before the commit.
         """
         place = self._writer.place
         if place is None:
@@ -330,13 +332,13 @@ class Planning:
             self._writer.gaps.look(place, ledger.chain(tip))
 
     def _is_exact(self, chain: Sequence[Entry]) -> bool:
-        """Whether all rows of a chain are stored raw; not if that cannot be read."""
+        """Whether all rows of a chain are stored raw; False if that cannot be read."""
         place = self._writer.place
         assert place is not None
         for entry in chain:
             if entry.uuid not in self._exact:
                 if not entry.is_committed:
-                    return False  # it is being written
+                    return False  # the checkpoint is still being written
                 directory = place.root / entry.directory / place.item
                 try:
                     manifest = entry.manifest or read_manifest(directory)
@@ -350,11 +352,11 @@ class Planning:
 
 
 def check_told(told: Sequence[Mapping[str, str]]) -> None:
-    """Checks that all processes hold the same host-local leaves, and find rows alike.
+    """Checks that all processes have equal host-local leaves, and find changed rows alike.
 
     Raises:
-        StateMismatchError: naming leaves that differ: only one could be saved.
-        OptionError: if tracking differs, or what was asked for.
+        StateMismatchError: if leaves differ, as only one process could save its own; names them.
+        OptionError: if processes track rows in different ways, or are asked for different saves.
     """
     first, *others = told
     for process, digests in enumerate(others, start=1):
@@ -383,7 +385,7 @@ def check_told(told: Sequence[Mapping[str, str]]) -> None:
 
 
 def _plan_of(document: dict[str, Any]) -> SavePlan:
-    """The plan that process 0 sent."""
+    """Makes the plan that process 0 sent as JSON."""
     parent, forks = document["parent"], document["forks"]
     encoding = document["encoding"]
     return SavePlan(
