@@ -1,7 +1,7 @@
-"""What the saves of a manager take, measured in the training loop, without slowing it down.
+"""Meter of saves: measures in the training loop what they take, without slowing the loop down.
 
-The training thread only reads the clock, at steps that save. What a save took is put together when
-it is reported, in the thread that reports, and noted in the root now and then.
+The training thread only reads the clock, at steps that save. The measurement of a save is put
+together when it is reported, in the background. Now and then measurements are noted in the root.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from cnr_jax.telemetry import RestoreReport, SaveReport
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# How often measurements are noted in the root, beside once at the end.
+# Seconds between two notes of measurements in the root; there is another one at the end.
 _NOTED_SECS = 60.0
-# Of a train step: what a save may wait for the one before it in a loop in which a call of `save`
-# tells when a step is done. Other loops run ahead of the device.
+# The part of a train step that a save may wait for room in a loop whose calls of `save` tell when a
+# step is done. Other loops run ahead of the device.
 _IN_STEP = 0.1
-# Of the time between two saves: how far off it may be known.
+# The error with which the time between two saves may be known, as a part of that time.
 _TOLD = 0.1
-# What waits less finds the step done.
+# A wait shorter than this means that the train step was done already.
 _WAIT_SECS = 1e-4
+# How many leaves are asked at each end of a state.
 _FEW = 4
 
 
@@ -39,11 +40,11 @@ class Meter:
     """Measures the saves of one manager, and the train steps between them.
 
     Args:
-        root: where it is noted.
-        flying: saves that are in flight.
-        is_noted: whether this process notes what it measures in the root.
-        is_new: whether what is noted there is of an earlier run.
-        learn: is told of all that was measured, with each save.
+        root: root in which measurements are noted.
+        flying: function that returns the saves in flight.
+        is_noted: function that says whether this process notes its measurements in the root.
+        is_new: whether measurements that are noted there are those of an earlier run.
+        learn: function that is called with all measurements, after each save.
     """
 
     def __init__(
@@ -59,49 +60,52 @@ class Meter:
         self._root, self._flying, self._is_noted = root, flying, is_noted
         self._found = Measurements() if is_new else None
         self._has_news, self._noted_at = False, time.perf_counter()
-        # The last save, and when it let training go on.
+        # Step of the last save, and when that let training go on.
         self._since: tuple[int, float] | None = None
-        # Since then, when no save was in flight any more: the step of the first call after that.
+        # Step and time of the first call after that at which no save was in flight any more.
         self._alone: tuple[int, float] | None = None
-        self._is_alone = False  # until that call
+        self._is_alone = False  # whether the next call is that one
         self._over_at = 0.0
         self._asked_at, self._was_ready = 0.0, True
 
-    # The training thread, or that in which it begins a save.
+    # In the training thread, or the thread in which it begins a save.
 
     def tick(self, step: int) -> None:
-        """A step is done; called at each, if the program calls `save` or `should_save` there."""
+        """Notes a step; called at each step at which the program calls `save` or `should_save`."""
         if self._is_alone:
             self._is_alone, self._alone = False, (step, time.perf_counter())
 
     def asked(self, state: Any, *, waits: bool) -> None:
-        """A save is due, of a state that a train step has made, or is about to make.
+        """Notes that a save is due, of a state that a train step has made or is still making.
 
-        If it `waits` for room, it waits here until the step is done, which it would do then too: a
-        step that is done in that wait is done at no time that is known.
+        Args:
+            state: the state.
+            waits: whether the save has to wait for room. If so, this waits until the train step is
+                done, as the save would do anyway. Else the step could end during the wait for room,
+                at a time that nobody knows.
         """
         leaves = jax.tree.leaves(state)
-        # Of thousands a few tell: a train step makes them together.
+        # A few of thousands of leaves suffice, as a train step makes them together.
         pending = [*filter(_is_pending, (*leaves[:_FEW], *leaves[-_FEW:]))]
         if waits and pending:
-            with contextlib.suppress(Exception):  # the save tells of what has failed
+            with contextlib.suppress(Exception):  # the save raises what has failed
                 jax.block_until_ready(pending)
         self._asked_at, self._was_ready = time.perf_counter(), waits or not pending
 
     def begins(self, save: SaveInFlight) -> None:
-        """A save is decided, and nothing is written yet."""
+        """Notes a save that is decided, before anything of it is written."""
         others = sum(each is not save for each in self._flying())
         save.trained, save.at_once = self._trained(save, others > 0), others + 1
 
     def returns(self, save: SaveInFlight) -> None:
-        """A save lets training go on."""
+        """Notes that a save lets training go on."""
         now = time.perf_counter()
         save.blocking_secs = now - save.started_secs - save.wait_secs
         self._alone, self._since = None, (save.step, now)
         self._is_alone = not self._flying()
 
     def _trained(self, save: SaveInFlight, has_others: bool) -> tuple[Trained, ...]:
-        """Train steps since the save before."""
+        """Train steps since the save before, with their seconds; empty if these are not known."""
         if self._since is None or save.step <= self._since[0]:
             return ()
         first, since = self._since
@@ -110,7 +114,7 @@ class Meter:
         in_step = end - asked < _IN_STEP * (end - since) / steps
         told = end - asked < _TOLD * (end - since) or save.wait_secs >= _WAIT_SECS
         if not (in_step or told):
-            return ()  # it is not known when the step was done, while this waited
+            return ()  # the step was done at an unknown time while the save waited
         if in_step and self._alone and first < self._alone[0] < save.step:
             turn, at = self._alone
             return (
@@ -121,23 +125,23 @@ class Meter:
         return (Trained(steps, end - since, max(beside - since, 0.0)),)
 
     def restored(self, report: RestoreReport) -> None:
-        """A restore: what comes next does not go on from the save before."""
+        """Notes a restore: the steps that follow do not go on from the save before."""
         self._since = self._alone = None
         self._note(self.found.with_read(report.bytes_read, report.total_secs))
 
-    # Any thread.
+    # In any thread.
 
     def durable(self, save: SaveInFlight) -> None:
-        """A save is durable."""
+        """Notes that a save is durable."""
         save.at_once = (save.at_once + len(self._flying())) / 2
 
     def over(self, save: SaveInFlight) -> None:
-        """Nothing is written or removed for a save any more."""
+        """Notes that nothing is written or removed for a save any more."""
         self._over_at = time.perf_counter()
         self._is_alone = all(each is save for each in self._flying())
 
     def reported(self, save: SaveInFlight, report: SaveReport) -> None:
-        """A save is durable, or dropped."""
+        """Measures a save from its report; one that was dropped does not count."""
         if not save.at_once or report.outcome == "dropped":
             return
         found = self.found
@@ -166,16 +170,16 @@ class Meter:
         self._note(found.with_save(measured))
         self._learn(self.found)
 
-    # The thread of reports.
+    # In the thread of reports.
 
     def keep(self, *, at_once: bool = False) -> None:
-        """Notes in the root what was measured, now and then; a failure is logged."""
+        """Notes measurements in the root if that is due, or `at_once`; a failure is logged."""
         now = time.perf_counter()
         is_due = at_once or now > self._noted_at + _NOTED_SECS
         if not (is_due and self._has_news and self._is_noted()):
             return
         if len(self.found.saves) < ENOUGH:
-            return  # which tell nothing
+            return  # too few saves tell nothing
         self._has_news, self._noted_at = False, now
         try:
             self.found.write(self._root)
@@ -184,7 +188,7 @@ class Meter:
 
     @property
     def found(self) -> Measurements:
-        """All that was measured, with what the root tells of the run before this program."""
+        """All measurements of the run, with those noted in the root before this program began."""
         if self._found is None:
             self._found = read_measurements(self._root) or Measurements()
         return self._found
@@ -198,4 +202,4 @@ def _is_pending(leaf: Any) -> bool:
     if not isinstance(leaf, jax.Array) or leaf.is_deleted():
         return False
     is_ready: Callable[[], bool] | None = getattr(leaf, "is_ready", None)
-    return is_ready is not None and not is_ready()  # keys of random numbers have none
+    return is_ready is not None and not is_ready()  # PRNG keys have no `is_ready`
