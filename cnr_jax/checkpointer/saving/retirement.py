@@ -1,4 +1,4 @@
-"""Which steps go after a save, by the user's rule, and how they go: children first."""
+"""Retirement of steps: which steps the user's policy removes after a save, children first."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _log = logger(__name__)
 
 
 class Retirement:
-    """Decides which steps go, and removes them; process 0 does, for all.
+    """Decides which steps are removed after a save, and removes them, on process 0 for all.
 
     Args:
-        steps: of the root.
-        writer: of the root.
-        policy: the user's rule, which knows of parents.
+        steps: steps of the root.
+        writer: writer of the root.
+        policy: preservation policy of the user, made to keep parents too.
 
     Raises:
-        OptionError: if removed steps are to go where they cannot.
+        OptionError: if the options move removed steps to a place where they cannot go.
     """
 
     def __init__(self, steps: Steps, writer: RootWriter, policy: Preserving) -> None:
         self._steps, self._writer, self._policy = steps, writer, policy
         check_deletion(steps.root, steps.options)
-        # What was set aside, but not by this run.
+        # Names of folders that were set aside, but not by this run.
         self._not_ours: set[str] = set()
         if writer.remover is not None:
             given = steps.options.num_deletion_threads
@@ -51,13 +51,13 @@ class Retirement:
         return self._writer.ledger or Ledger()
 
     def decide(self, infos: Sequence[StepInfo], attempt: Attempt) -> list[int]:
-        """Steps that go, now that a save is committed.
+        """Decides which steps are removed, now that a save is committed.
 
-        What saves rest on that have begun since stays for now.
+        Steps that stay for now are those on which saves rest that have begun since.
 
         Args:
-            infos: of all steps, the new one among them.
-            attempt: of the save.
+            infos: descriptions of all steps, with the new one.
+            attempt: attempt of the save.
         """
         context, ledger = preservation_context(), self._ledger
         with self._deciding(attempt):
@@ -75,7 +75,10 @@ class Retirement:
         return [step for step in gone if step not in stay]
 
     def note(self, steps: Sequence[int], attempt: Attempt) -> None:
-        """On all processes: these go with a save, so nothing may rest on them any more."""
+        """Notes steps that are removed after a save, so that no later save rests on them.
+
+        Called on all processes.
+        """
         if jax.process_index() != 0:
             with self._deciding(attempt):
                 for step in steps:
@@ -83,7 +86,7 @@ class Retirement:
 
     @contextlib.contextmanager
     def _deciding(self, attempt: Attempt) -> Iterator[None]:
-        """What is doomed meanwhile goes in favour of a save."""
+        """Context in which steps are doomed in favour of a save."""
         with self._writer.looking:
             self._ledger.deciding = attempt.nonce
             try:
@@ -92,13 +95,13 @@ class Retirement:
                 self._ledger.deciding = None
 
     def remove(self, steps: Sequence[int]) -> list[int]:
-        """Removes what retention lets go of: steps, and first what rollbacks have set aside.
+        """Removes folders that rollbacks have set aside, and then steps.
 
-        A step that cannot be removed stays, and with it all that it rests on. Nothing is raised:
-        the save that made the steps superfluous is committed all the same.
+        A step that cannot be removed stays, and with it all that it rests on. Nothing is raised for
+        it: the save that made the steps superfluous is committed all the same.
 
         Returns:
-            Those that stay.
+            The steps that stay.
         """
         writer, ledger = self._writer, self._writer.ledger
         if ledger is not None and ledger.crowded:
@@ -113,28 +116,37 @@ class Retirement:
         return [step for step, _ in self._removing(steps)]
 
     def spare(self, steps: Sequence[int], gap: Gap) -> None:
-        """Keeps what was to go, as steps that were to stay lack files: retention decides again.
+        """Keeps steps after all, as one that was to stay lacks files; the next save decides again.
 
         Args:
-            steps: that the rule let go of without knowing that.
-            gap: what was found.
+            steps: steps that the policy let go of, without knowing of the gap.
+            gap: gap that was found.
         """
         with self._writer.looking:
             self.stayed(steps)
-            self._ledger.crowded = False  # and what rollbacks have set aside stays
+            self._ledger.crowded = (
+                False  # folders that rollbacks have set aside stay too
+            )
         _log.warning(
             "no step is deleted after this save, as one that was to stay is not whole: %s",
             gap.text,
         )
 
     def stayed(self, steps: Sequence[int]) -> None:
-        """On all processes: these did not go after all, and count on."""
+        """Notes steps that were not removed after all, and count again; on all processes."""
         with self._writer.looking:
             for step in steps:
                 self._ledger.doomed.pop(self._steps.existing_directory(step), None)
 
     def let_go(self, attempt: Attempt, superfluous: bool) -> None:
-        """Drops what a save without a state has made superfluous, or keeps it; no step says so."""
+        """Drops or keeps the steps that were doomed in favour of a save without a state.
+
+        Such a save has no entry in the ledger, from which its outcome could be told.
+
+        Args:
+            attempt: attempt of the save.
+            superfluous: whether the steps are superfluous, as the save is committed.
+        """
         with self._writer.looking:
             self._ledger.let_go(attempt.nonce, superfluous)
 
@@ -143,16 +155,16 @@ class Retirement:
 
         Raises:
             WriterError: if another manager saves to this root.
-            OSError: if it cannot be removed; it is there as before.
+            OSError: if it cannot be removed; the step is then there as before.
         """
         for _, error in self._removing([step]):
             raise error
 
     def _removing(self, steps: Sequence[int]) -> Iterator[tuple[int, Exception]]:
-        """Removes steps, those first that others do not depend on; yields what stays, and why."""
+        """Removes steps, children first; yields each step that stays, with the error."""
         numbers = {self._steps.existing_directory(step): step for step in steps}
         ledger, stay = self._ledger, dict[str, Exception]()
-        looking = self._writer.looking  # not while storage removes
+        looking = self._writer.looking  # not held while storage removes files
         with looking:
             found = children_first(ledger, numbers)
         for directory in found:
