@@ -1,9 +1,9 @@
 """Dense leaves of a state on their way to the writing thread: which parts, and their bytes.
 
-The blocking part of a save holds on to what it saves, so that the next train step can donate the
-arrays: leaves in memory of the host by a view, as XLA gives a donated buffer that somebody looks
-at new memory instead; leaves on other devices by a copy of theirs; those of numpy, which a program
-may change in place, by a copy of ours.
+The blocking part of a save keeps what it saves, so that the next train step can donate the arrays.
+A leaf in host memory is kept by a view: if a donated buffer has a view, XLA takes new memory in its
+place. A leaf on another device is copied to the host. An array of numpy, which a program may change
+in place, is copied too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from cnr_jax.rows.tiling import boxes_of
 
 # Bytes that are on their way from a device while those before them are handed over.
 _AHEAD_BYTES = 64 << 20
-# Leaves of so few bytes are handed over together: to hand one over costs more than to copy it.
+# Leaves of at most so many bytes are handed over together. To hand one over costs more than to copy
+# it.
 _TINY_BYTES = 4 << 10
-# Bytes that an array may keep on the host once it was saved.
+# Bytes that an array of the state may keep on the host after it was saved.
 _SMALL_BYTES = 64 << 10
 
 
@@ -45,10 +46,10 @@ class Piece(NamedTuple):
 
 
 def is_host_local(leaf: Any) -> bool:
-    """Whether a leaf is one process's own in a run of several processes.
+    """Whether a leaf belongs to one process alone, in a run of several processes.
 
-    Such are numbers, strings, numpy arrays, and arrays that no jitted step has returned yet: a
-    fresh PRNG key, a counter.
+    Such leaves are numbers, strings, numpy arrays, and arrays that no jitted step has returned yet,
+    such as a fresh PRNG key or a counter.
     """
     if jax.process_count() == 1:
         return False
@@ -56,7 +57,7 @@ def is_host_local(leaf: Any) -> bool:
 
 
 def digest_of_local(leaf: Any) -> str:
-    """Digest of the values of a host-local leaf, to compare between processes."""
+    """Digest of the values of a host-local leaf, by which processes compare theirs."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         data = f"{type(leaf).__name__} {leaf!r}".encode()
     else:
@@ -72,12 +73,12 @@ def _key_data(leaf: jax.Array) -> jax.Array:
 
 
 def pieces_of(leaves: Sequence[tuple[DenseLeaf, Any]]) -> list[Piece]:
-    """The parts of dense leaves that this process saves: together all save each element once.
+    """The parts of dense leaves that this process saves; all processes save each element once.
 
-    Nothing is communicated: what all processes have, the first one of them saves.
+    Nothing is communicated: of the processes that have a part, the first one saves it.
 
     Args:
-        leaves: as the manifest lists them, each with its value.
+        leaves: dense leaves as the manifest lists them, each with its value.
     """
     found: list[Piece] = []
     offset = 0
@@ -103,7 +104,7 @@ def _parts(
     array = _key_data(value) if leaf.kind == "key" else value
     for box, number, elements in _own_parts(array.sharding, array.shape):
         data, nbytes = array.addressable_data(number), elements * array.dtype.itemsize
-        # A key is one element, whatever words it has.
+        # A key counts as one element, however many words it has.
         yield box[: len(leaf.shape)], data, nbytes
 
 
@@ -111,12 +112,13 @@ def _parts(
 def _own_parts(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> tuple[tuple[Box, int, int], ...]:
-    """The parts of an array that this process saves, the number of its shard, and its elements.
+    """The parts of an array that this process saves, with number of shard and of elements.
 
-    The same in each save: leaves are thousands, and to ask jax for it takes 20 us for each.
+    Cached, as it is the same in each save: to ask jax takes 20 us for each of thousands of leaves.
     """
     local, here = local_shards_of(sharding, shape), jax.process_index()
-    # Of what a process has for itself it has all; of the rest the first that has it is one.
+    # A part of which this process has the first device is one that it saves. An array of its own is
+    # all on its devices.
     return tuple(
         (box, local[devices[0]][0], math.prod(stop - start for start, stop in box))
         for box, devices in boxes_of(sharding, shape).items()
@@ -125,7 +127,7 @@ def _own_parts(
 
 
 def _scalar(value: bool | int | float) -> np.ndarray:
-    """The bytes of a number of Python."""
+    """The bytes of a Python number."""
     if isinstance(value, float):
         data = struct.pack("<d", value)
     else:
@@ -142,13 +144,13 @@ def _native(value: np.ndarray | np.generic) -> np.ndarray:
 def bytes_of(
     pieces: Sequence[Piece], limit_bytes: int, buffers: Buffers
 ) -> Iterator[DenseBytes]:
-    """The bytes of all pieces, in order.
+    """Yields the bytes of all pieces, in order.
 
     Args:
-        pieces: of all leaves.
-        limit_bytes: that may wait to be written. What is larger is handed over in copies of
-            parts of it, as nothing else would let go of those that are written.
-        buffers: give memory for copies.
+        pieces: pieces of all leaves.
+        limit_bytes: bytes that may wait to be written. A larger piece is handed over in copies of
+            its parts, as the memory of the parts that are written could not be freed otherwise.
+        buffers: buffers that give memory for copies.
     """
     left = collections.deque(pieces)
     ahead = collections.deque[tuple[int, jax.Array | np.ndarray]]()
@@ -178,7 +180,7 @@ def _begun(data: jax.Array | np.ndarray, limit_bytes: int) -> jax.Array | np.nda
     if isinstance(data, np.ndarray) or _is_buffer(data):
         return data
     if data.nbytes > _SMALL_BYTES:
-        # An array keeps what numpy was given of it, and this one goes with the save.
+        # An array keeps its copy for numpy as long as it lives, and this one goes with the save.
         data = jax.make_array_from_single_device_arrays(
             data.shape, data.sharding, [data]
         )
@@ -188,7 +190,7 @@ def _begun(data: jax.Array | np.ndarray, limit_bytes: int) -> jax.Array | np.nda
 
 
 def _is_buffer(data: jax.Array) -> bool:
-    """Whether Python can look at an array on one device without a word to jax."""
+    """Whether Python can read the memory of an array on one device without a call of jax."""
     return data.dtype.isbuiltin == 1 and tiling.is_on_host(data)
 
 
@@ -205,7 +207,7 @@ def _bytes_of(
         rows = max(1, min(limit_bytes, _AHEAD_BYTES) * len(data) // data.nbytes)
         for start in range(0, len(data), rows):
             size = min(rows, len(data) - start)
-            # Not `data[start : start + size]`, which is compiled for each start.
+            # `data[start : start + size]` would be compiled for each start.
             part = jax.lax.dynamic_slice_in_dim(data, start, size)
             yield DenseBytes(_flat(part))
 
@@ -217,12 +219,12 @@ def _flat(data: jax.Array | np.ndarray) -> np.ndarray:
         try:
             return np.frombuffer(buffer, np.uint8)
         except (BufferError, ValueError):
-            pass  # there is no such view of it
+            pass  # the array has no such view
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
 def _copies(flat: np.ndarray, buffers: Buffers) -> Iterator[DenseBytes]:
-    """Copies of some bytes, a chunk in each."""
+    """Yields copies of bytes, one for each chunk."""
     for start in range(0, flat.size, tiling.CHUNK_BYTES):
         part = flat[start : start + tiling.CHUNK_BYTES]
         copy = buffers.empty(part.shape, part.dtype)
