@@ -1,4 +1,4 @@
-"""A train state that is to be saved: what can be wrong with it, and how a manifest describes it.
+"""Checks of a train state that is to be saved, and its description for the manifest.
 
 The checks are all those that a process can make alone, before anything is decided.
 """
@@ -33,11 +33,11 @@ from cnr_jax.texts import count_of
 def check(
     state: Any, touched: Touched | None, tables: Tables, tracking: Tracking
 ) -> tuple[Arrays, list[tuple[DenseLeaf, Any]]]:
-    """All checks of form that a process can do alone, before anything is decided or written.
+    """Checks the form of a state and its touched rows, before anything is decided or written.
 
     Returns:
-        Tables and their slots, by table and leaf; and every other leaf, in the order of the tree,
-        with how the manifest describes it.
+        Tables and their slots, by table and leaf; and the dense leaves in the order of the tree,
+        each as the manifest describes it, with its value.
 
     Raises:
         StateMismatchError, TouchedError, TableError: if the state cannot be saved.
@@ -80,7 +80,8 @@ def _check_structure(
     """Checks that the dense leaves are those of the state in which the tables were found.
 
     Raises:
-        StateMismatchError: naming each that is missing, new, or of another shape or dtype.
+        StateMismatchError: if they are not; names each that is missing, new, or of another shape
+            or dtype.
     """
     problems = differences(forms, dense)
     if problems:
@@ -94,16 +95,16 @@ def _check_structure(
 
 
 def check_concrete(state: Any, touched: Any) -> None:
-    """Checks that there are values to be saved.
+    """Checks that a state and its touched rows have values that can be saved.
 
     Raises:
-        StateMismatchError, TouchedError: if there are tracers, inside `jax.jit`.
+        StateMismatchError, TouchedError: if one has tracers, as inside `jax.jit`.
     """
     for tree, what, kind in (
         (state, "state", errors.StateMismatchError),
         (touched, "touched", errors.TouchedError),
     ):
-        # Paths are slow to make, and only needed for the message.
+        # Paths are slow to make, and needed only for the message.
         if not [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tracer)]:
             continue
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -115,7 +116,11 @@ def check_concrete(state: Any, touched: Any) -> None:
 
 
 def _check_alive(tree: Any, what: str) -> None:
-    """Checks that no array was donated: saving it would fail halfway."""
+    """Checks that no array was donated; to save such an array would fail halfway.
+
+    Raises:
+        StateMismatchError: if one was; names the first.
+    """
     leaves = jax.tree.leaves(tree)
     if not [x for x in leaves if isinstance(x, jax.Array) and x.is_deleted()]:
         return
@@ -131,7 +136,7 @@ def _check_touched(touched: Touched, tables: Tables) -> None:
     """Checks that `touched` was made for these tables.
 
     Raises:
-        TouchedError: naming tables that are missing, unknown, or stored in another way.
+        TouchedError: if it was not; names tables that are missing, unknown, or of another layout.
     """
     if not isinstance(touched, Touched):
         raise errors.TouchedError(
@@ -161,7 +166,7 @@ def _check_touched(touched: Touched, tables: Tables) -> None:
 
 
 def table_entries(tables: Tables) -> tuple[TableEntry, ...]:
-    """The tables as a manifest lists them."""
+    """Entries of the tables, as a manifest lists them."""
     return tuple(
         TableEntry(
             name=table.name,
@@ -185,10 +190,13 @@ def table_entries(tables: Tables) -> tuple[TableEntry, ...]:
 
 
 def dense_leaves(dense: Sequence[tuple[Path, Any]]) -> tuple[DenseLeaf, ...]:
-    """Describes every leaf that is not part of a table, given by path.
+    """Describes every dense leaf, for the manifest.
+
+    Args:
+        dense: path and value of each leaf.
 
     Raises:
-        StateMismatchError: if one is of a kind that cannot be saved.
+        StateMismatchError: if a leaf is of a kind that cannot be saved.
     """
     return tuple(_dense_leaf(path, leaf) for path, leaf in dense)
 
@@ -197,7 +205,10 @@ def dense_leaves(dense: Sequence[tuple[Path, Any]]) -> tuple[DenseLeaf, ...]:
 def _array_leaf(
     path: Path, shape: tuple[int, ...], dtype: np.dtype, is_numpy: bool | None
 ) -> DenseLeaf | None:
-    """Describes an array, alike in each save; None if there is no such dtype in zarr."""
+    """Describes an array, for the manifest; None if zarr has no such dtype.
+
+    Cached, as the description is the same in each save.
+    """
     if not zarr_holds(dtype):
         return None
     return DenseLeaf(
@@ -224,7 +235,7 @@ def _dense_leaf(path: tuple[str, ...], leaf: Any) -> DenseLeaf:
         if found := _array_leaf(path, leaf.shape, np.dtype(leaf.dtype), is_numpy):
             return found
     elif isinstance(leaf, (bool, int, float)):
-        # Of a subclass, such as an enumeration, the number alone.
+        # A number of a subclass, such as of an enumeration, is saved as the plain number.
         name = next(t.__name__ for t in (bool, int, float) if isinstance(leaf, t))
         if not isinstance(leaf, int) or -(2**63) <= leaf < 2**64:
             return DenseLeaf(path=path, kind="scalar", shape=(), dtype=name)
