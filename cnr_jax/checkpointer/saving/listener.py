@@ -1,4 +1,4 @@
-"""Whom a manager tells of saves and restores: the log, `jax.monitoring`, a file, and `on_save`."""
+"""Delivery of reports of saves and restores: log, `jax.monitoring`, metrics file and `on_save`."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def monitor(report: SaveReport | RestoreReport) -> None:
 
 
 def monitor_as_orbax(report: SaveReport | RestoreReport) -> None:
-    """Hands the seconds of a report to `jax.monitoring` by the names that Orbax has for them.
+    """Hands the seconds of a report to `jax.monitoring`, under the names that Orbax has for them.
 
-    Exporters of Orbax's metrics show them. What training waited for the train step is no part.
+    Exporters of Orbax's metrics show them. The blocking seconds leave out the wait for the train
+    step.
     """
     took = jax.monitoring.record_event_duration_secs
     if isinstance(report, RestoreReport):
@@ -58,19 +59,20 @@ def monitor_as_orbax(report: SaveReport | RestoreReport) -> None:
 
 
 class Listener:
-    """Tells who listens of saves and restores, in their order, in one thread of its own.
+    """Delivers reports of saves and restores, in their order, in one thread of its own.
 
-    These are the log, at once; `jax.monitoring`; the file of metrics; and `on_save`. The thread
-    starts with the first report; it holds reports and nothing else of a save.
+    A report goes to the log at once, and then by the thread to `jax.monitoring`, the file of
+    metrics, and `on_save`. The thread starts with the first report. It holds reports and nothing
+    else of a save.
 
     Args:
-        on_save: called with the report of each save; what it raises is logged.
-        metrics: whether the first process adds each report to the file in its root.
+        on_save: function that is called with the report of each save; its errors are logged.
+        metrics: whether process 0 adds each report to the file of metrics in the root.
 
     Attributes:
-        last_restore: the last report of a restore; None before one.
-        keep: called after each report, by a manager of ours; by one of Orbax, that says to
-            `jax.monitoring` itself what it has names for.
+        last_restore: report of the last restore; None before one.
+        keep: function that is called after each report, under a manager of ours. None under a
+            plain Orbax manager, which itself hands `jax.monitoring` what Orbax has names for.
     """
 
     def __init__(
@@ -80,13 +82,14 @@ class Listener:
         self.last_restore: RestoreReport | None = None
         self.keep: Callable[[], None] | None = None
         self._has_hinted = False
-        # Its thread is waited for when the interpreter exits, and ends when nobody holds this.
+        # The interpreter waits for the pool's thread when it exits. The thread also ends when this
+        # object is collected.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "cnr_report")
         self._newest: concurrent.futures.Future[None] | None = None
         self._thread: int | None = None
 
     def tell(self, report: SaveReport | RestoreReport, root: AnyPath | None) -> None:
-        """Hands a report over, and the root where it may be noted; does not wait."""
+        """Hands over a report, and the root whose file of metrics gets it; does not wait."""
         self._say(report)
         # A pool that cannot start its thread may have taken the report all the same.
         once = threading.Lock()
@@ -98,7 +101,7 @@ class Listener:
             self._deliver(report, root, once)
 
     def tell_here(self, report: SaveReport, root: AnyPath) -> None:
-        """Tells of a save at once, in this thread."""
+        """Delivers the report of a save at once, in this thread."""
         self._say(report)
         self._deliver(report, root, threading.Lock())
 
@@ -111,16 +114,16 @@ class Listener:
             _log.info("step %d: %s", report.step, report.hint)
 
     def is_here(self) -> bool:
-        """Whether this is called inside `on_save`."""
+        """Whether this is called while a report is delivered in this thread, as in `on_save`."""
         return self._thread == threading.get_ident()
 
     def wait(self) -> None:
-        """Waits until all that was handed over is told."""
+        """Waits until all reports that were handed over are delivered."""
         if self._newest is not None:
             self._newest.exception()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits as `wait` does, and ends the thread."""
         self._pool.shutdown()
 
     def _deliver(
@@ -143,7 +146,7 @@ class Listener:
             try:
                 listener(report)
             except BaseException:
-                # The step is saved, whatever a listener raises, and the next reports come.
+                # Whatever a listener raises, the step is saved, and later reports must come.
                 _log.exception("the report of step %d was not delivered", report.step)
         self._thread = None
 
