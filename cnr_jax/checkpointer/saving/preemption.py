@@ -1,4 +1,4 @@
-"""SIGTERM as a wish for one last save, in runs where nothing else listens to it.
+"""SIGTERM as a request for one last save, in runs where nothing else listens to it.
 
 With several processes jax listens: its preemption service makes them agree on a step.
 """
@@ -17,21 +17,21 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 
 _listeners: list[Sigterm] = []
-# What SIGTERM did before; empty until somebody listens.
+# The handler that SIGTERM had before; empty until a `Sigterm` listens.
 _theirs: list[Any] = []
 
 
 class Sigterm:
-    """Notes that SIGTERM has come. While it listens, the first one does not end the program.
+    """Listener to SIGTERM. While it listens, the first SIGTERM does not end the program.
 
-    A second one does what it did before, so that a program that hangs can be ended. Processes
-    that are forked meanwhile do not listen: the first one ends them.
+    A second one does what SIGTERM did before, so that a program that hangs can be ended. Processes
+    that are forked meanwhile do not listen: there the first one does what SIGTERM did before.
 
     Attributes:
-        is_unheard: whether it has come, and no save has begun since.
+        is_unheard: whether SIGTERM has come, and no save has begun since.
 
     Raises:
-        OptionError: if this is not the main thread, which alone can listen to signals.
+        OptionError: if it is not made in the main thread, which alone can listen to signals.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class Sigterm:
         self._refused: int | None = None
 
     def listen(self) -> None:
-        """From now on SIGTERM is noted."""
+        """Starts to listen: from now on SIGTERM is noted."""
         if not _listeners:
             _theirs[:] = [signal.signal(signal.SIGTERM, _note)]
         _listeners.append(self)
 
     def note(self) -> None:
-        """SIGTERM has come."""
+        """Notes that SIGTERM has come."""
         self._noted = self.is_unheard = True
 
     def reached(self, step: int) -> bool:
@@ -64,7 +64,7 @@ class Sigterm:
         return self._noted and step != self._refused
 
     def close(self) -> None:
-        """Stops listening; the last one gives SIGTERM back to who had it before."""
+        """Stops listening; the last `Sigterm` to do so puts the handler from before back."""
         if self in _listeners:
             _listeners.remove(self)
             if not _listeners:
@@ -74,7 +74,7 @@ class Sigterm:
 def _note(number: int, frame: FrameType | None) -> None:
     _give_back()
     if not _listeners:
-        # It came while the last one stopped listening, or a process was forked.
+        # The signal came while the last listener stopped, or while a process was forked.
         signal.raise_signal(number)
         return
     for listener in _listeners:
@@ -83,7 +83,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _leave_child_alone() -> None:
-    """In a forked process: it saves nothing, so nobody would end it."""
+    """Stops listening in a forked process, which saves nothing and so would never end."""
     _listeners.clear()
     _give_back()
 
