@@ -1,7 +1,7 @@
-"""From a train state to what one process writes of it: which rows, in which order.
+"""Capture of a train state: which rows of it one process writes, and in which order.
 
-The blocking part of a save: choose the rows of each tile by their stamps, and gather them into
-chunks before the next train step can donate the buffers. Nothing is communicated.
+This is the blocking part of a save. It chooses the rows of each tile by their stamps, and gathers
+them into chunks before the next train step can donate the buffers. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ _log = logger(__name__)
 
 
 class Coding:
-    """How rows of the tiles of one tiling are encoded, and in which order they are written.
+    """Coding of the tiles of one tiling: how their rows are encoded, and the order of writing.
 
-    Made once, and again when the codecs of a run change. Holds no arrays.
+    It is made once, and again when the codecs of a run change. It holds no arrays.
 
     Args:
-        tiling: what this process saves.
-        encoding: of rows in a save.
-        widths: of codes, by table, where these are left to the number of restores.
-        dither: of codes of tables.
+        tiling: tiles that this process saves.
+        encoding: encoding of rows in a save.
+        widths: bits of codes, by table, where options leave these to the number of restores.
+        dither: which codes of tables are dithered.
 
     Attributes:
-        codecs: of each tile.
-        keys_of: of each tile, what gives the keys of its rows; None: codes are the nearest.
-        kinds: numbers of tiles of one kind, which share chunks and compiled programs, in the order
-            in which they are written.
+        codecs: codec of each tile.
+        keys_of: for each tile, the function that gives keys of its rows; None: codes are the
+            nearest.
+        kinds: for each kind of tiles, which share chunks and compiled programs, the numbers of its
+            tiles; all in the order in which they are written.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class Coding:
         self._dither = dither
         codecs = list(map(Codecs(encoding, widths).of, tiling.tiles))
         self._beside = _beside(tiling, codecs)
-        # Means without squares beside them that they could be counted in are stored exactly.
+        # Means are counted in units of the squares beside them. Without these they are stored
+        # exactly.
         self.codecs = tuple(
             Raw() if isinstance(codec, Unit) and number not in self._beside else codec
             for number, codec in enumerate(codecs)
@@ -96,7 +98,7 @@ class Coding:
         widths: Mapping[str, int],
         dither: Dither,
     ) -> bool:
-        """Whether it was made of these."""
+        """Whether this coding was made of these arguments."""
         return (
             self.tiling is tiling
             and self._dither == dither
@@ -105,7 +107,7 @@ class Coding:
         )
 
     def beside(self, number: int) -> TileKey | None:
-        """The tile beside whose rows those of another are stored."""
+        """The tile of squares beside whose rows those of a tile of means are stored, or None."""
         if number not in self._beside:
             return None
         tile = self.tiling.tiles[self._beside[number]]
@@ -128,15 +130,15 @@ class Coding:
 
 
 class Rows:
-    """The rows that one save writes of each tile, without the rows themselves.
+    """The rows that one save writes of each tile, by position, without their values.
 
     Args:
-        coding: how they are encoded.
-        chosen: which they are.
+        coding: how the rows are encoded.
+        chosen: which rows are chosen.
 
     Attributes:
-        kinds: of tiles of one kind the numbers of those with rows, in the order of chunks.
-        counts: of rows, of each tile.
+        kinds: for each kind, the numbers of its tiles with rows, in the order of chunks.
+        counts: number of rows of each tile.
     """
 
     def __init__(self, coding: Coding, chosen: Chosen) -> None:
@@ -148,11 +150,11 @@ class Rows:
         self._samples: dict[int, np.ndarray] = {}
 
     def positions(self, number: int) -> np.ndarray | None:
-        """Of the rows of a tile that are written; None: all."""
+        """Positions of the rows of a tile that are written; None: all of them."""
         return self._positions[self._coding.tiling.range_of[number]]
 
     def plans(self) -> tuple[RunPlan, ...]:
-        """One for each tile; those with rows in the order of chunks."""
+        """Plans of all tiles: those with rows in the order of chunks, then the empty ones."""
         empty = [
             number
             for numbers in self._coding.kinds
@@ -178,7 +180,7 @@ class Rows:
         )
 
     def sources(self, shards: Shards) -> list[HostRows | Run]:
-        """The rows themselves, in order; they refer to the state's buffers."""
+        """Sources of the rows, in the order of chunks; they refer to the buffers of the state."""
         found: list[HostRows | Run] = []
         for numbers in self.kinds:
             if is_on_step(self._coding.codecs[numbers[0]]):
@@ -190,7 +192,7 @@ class Rows:
         return found
 
     def _sample(self, numbers: Sequence[int], shards: Shards) -> None:
-        """Keeps a sample of tiles of which all rows are saved: their steps are chosen anew."""
+        """Keeps a sample of rows of the tiles that are saved whole: their steps are chosen anew."""
         for number in numbers:
             if self.positions(number) is None:
                 at = spread(int(self.counts[number]), SAMPLE_ROWS)
@@ -230,13 +232,16 @@ class Rows:
 def _gathered(codec: Codec) -> Codec:
     """The codec by which rows are encoded where they are gathered.
 
-    Those of which differences are stored are once they are on the host, where what lies below is.
+    Rows that are stored as differences are encoded later, on the host, where the parent's rows are.
     """
     return Raw() if isinstance(codec, Residual) else codec
 
 
 def with_samples(sources: Sequence[HostRows | Run], sample: Sample) -> list[Any]:
-    """Tells runs that are encoded on devices, from where rows do not come, which to keep."""
+    """Adds to runs on devices which of their rows the sample takes.
+
+    Such runs are encoded there, so the rows themselves do not come to the host otherwise.
+    """
     positions, found, start = sample.positions, list[HostRows | Run](), 0
     for each in sources:
         if isinstance(each, HostRows):
@@ -254,11 +259,11 @@ def with_samples(sources: Sequence[HostRows | Run], sample: Sample) -> list[Any]
 
 
 def sample_of(plans: Sequence[RunPlan], followed: FollowedRows | None) -> Sample:
-    """Which rows of a save are compared with their codes, and whose motion is looked at.
+    """Samples the rows of a save that are compared with their codes, or whose motion is measured.
 
     Args:
-        plans: of the save, in order.
-        followed: rows whose motion is looked at; None: none.
+        plans: plans of the save, in order.
+        followed: rows whose motion is measured; None: none.
     """
     counts = [plan.count for plan in plans]
     starts = np.cumsum([0, *counts])
@@ -297,12 +302,12 @@ def sample_of(plans: Sequence[RunPlan], followed: FollowedRows | None) -> Sample
 
 
 def is_rounded(plan: RunPlan) -> bool:
-    """Whether rows of a table, rather than of a slot, are stored otherwise than they are."""
+    """Whether a plan is for rows of a table, not of a slot, that are not stored raw."""
     return not plan.is_slot and not isinstance(plan.codec, Raw)
 
 
 class Codecs:
-    """The codec of each tile; tiles are thousands, codecs a few."""
+    """Finds the codec of each tile, and shares it: there are thousands of tiles but few codecs."""
 
     def __init__(self, encoding: Encoding, widths: Mapping[str, int]) -> None:
         self._codec_for, self._widths = functools.cache(encoding.codec_for), widths
@@ -315,9 +320,9 @@ class Codecs:
 
 
 def _beside(tiling: Tiling, codecs: Sequence[Codec]) -> dict[int, int]:
-    """Numbers of tiles of means, and of the tiles of their squares: of the same rows, and before.
+    """Numbers of the tiles of means, each with that of the tile of squares of the same rows.
 
-    Squares are not there if they are sharded otherwise, or have another codec.
+    Tiles of means are left out if their squares are sharded otherwise, or have another codec.
     """
     if not any(isinstance(codec, Unit) for codec in codecs):
         return {}
@@ -341,21 +346,21 @@ def _beside(tiling: Tiling, codecs: Sequence[Codec]) -> dict[int, int]:
 
 
 def _width(tile: OwnTile) -> int:
-    """Elements in a row of a tile."""
+    """Number of elements in a row of a tile."""
     return math.prod(stop - start for start, stop in tile.piece.box[1:])
 
 
 def say_at_first(arrays: Arrays, tables: Tables | None, encoding: Encoding) -> None:
-    """Says, before the first save, what makes all of them larger than they might be."""
+    """Logs, before the first save, what makes all saves larger than they might be."""
     _say_too_wide(arrays, encoding)
     for text in tables.doubts if tables and jax.process_index() == 0 else ():
         _log.warning("%s", text)
 
 
 def _say_too_wide(arrays: Arrays, encoding: Encoding) -> None:
-    """Says which leaves have rows so wide that they are stored exactly, whatever their codec.
+    """Logs which leaves have rows so wide that they are stored exactly, whatever their codec.
 
-    Counted are the elements of a row, or of the part of it that a device holds.
+    The width is the number of elements of a row, or of the part of it that a device holds.
     """
     found: dict[str, int] = {}
     for table, leaves in arrays.items():
@@ -375,36 +380,36 @@ def _say_too_wide(arrays: Arrays, encoding: Encoding) -> None:
 
 
 def is_dithered(leaf: Leaf, codec: Codec, most_bits: int) -> bool:
-    """Whether codes of a leaf are dithered: of slots they are always the nearest.
+    """Whether codes of a leaf are dithered; slots always take the nearest code.
 
     Args:
-        leaf: a table or slot.
-        codec: of its rows.
-        most_bits: of a code that is dithered, as in `Dither`.
+        leaf: the leaf, a table or slot.
+        codec: codec of its rows.
+        most_bits: most bits of a code that is dithered, as in `Dither`.
     """
     return leaf.name == "table" and _bits_to_dither(codec) <= most_bits
 
 
 @functools.cache
 def _bits_to_dither(codec: Codec) -> float:
-    """Width of a codec's codes if they can be dithered, else infinity.
+    """Bits of a codec's codes if they can be dithered, else infinity.
 
-    Cached: it is asked for each tile, and to compare an object with a protocol takes long.
+    Cached, as it is asked for each tile, and `isinstance` with a protocol takes long.
     """
     return codec.bits if isinstance(codec, Dithering) else math.inf
 
 
 def keys_of(table: Table, box: Box, lineage: str) -> KeysOf:
-    """What gives the keys of rows of a table, by their positions in a box of it.
+    """Makes a function that gives the keys of rows, by their positions in a box of a table.
 
     Args:
         table: the table.
         box: start and stop in each dimension, as a device encodes its rows.
-        lineage: in which codes are dithered.
+        lineage: lineage in which codes are dithered.
     """
 
-    # What is the same for all rows is made with the first of them, not for tiles of which none
-    # is saved.
+    # The seed is the same for all rows. It is made with the first of them, and so never for a tile
+    # of which no row is saved.
     @functools.cache
     def seed() -> np.uint32:
         column = 0
