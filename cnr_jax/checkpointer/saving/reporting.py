@@ -1,4 +1,4 @@
-"""The report of a save, from what is known when it begins to what became of it."""
+"""Reports of saves: what is known when a save begins, and what became of it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def report_of_begun(
     interval: Interval | None,
     fingerprint_secs: float,
 ) -> SaveReport:
-    """What is known of a save once it is decided; sizes and other seconds are 0 until they are.
+    """Makes the report of a save that is decided; sizes and other seconds are 0 until known.
 
     Args:
-        plan: of the save.
+        plan: plan of the save.
         tracking: how changed rows were found.
         inherited: names of options that are as in the run that goes on.
         doubts: dense leaves that may be slots.
-        find_secs: until it was decided.
-        wait_secs: of these, for the train step that made the state.
-        interval: to the next save, if the manager decides on it.
-        fingerprint_secs: of these, for looking for changed rows.
+        find_secs: seconds until the save was decided.
+        wait_secs: seconds among them of waiting for the train step that made the state.
+        interval: interval to the next save, if the manager decides on it.
+        fingerprint_secs: seconds among them of looking for changed rows.
     """
     return SaveReport(
         step=plan.step,
@@ -74,7 +74,10 @@ def report_of_committed(
     tables: Sequence[TableEntry],
     manifest: Manifest,
 ) -> SaveReport:
-    """What a save did that is committed; what all have written process 0 alone knows before."""
+    """Completes the report of a committed save from its manifest.
+
+    Process 0 knows the tables and manifest bytes of all processes before, the others only now.
+    """
     totals, written = manifest.totals, flight.written
     rounding = written.row_errors if written else None
     tables_held, manifest_bytes = known.tables, known.manifest_bytes
@@ -104,14 +107,14 @@ def report_of_dropped(
     problem: str,
     damaged: str | None = None,
 ) -> SaveReport:
-    """What a save did that leaves nothing; the same on all processes, but for seconds.
+    """Completes the report of a dropped save; the same on all processes, except for seconds.
 
     Args:
-        known: of it so far.
+        known: report of what is known so far.
         flight: the save.
-        tables: of its state.
-        problem: why nothing stays, in a line.
-        damaged: the file that is the reason, below the root.
+        tables: tables of its state.
+        problem: why the save was dropped, in one line.
+        damaged: path of the file that is the reason, below the root.
     """
     return dataclasses.replace(
         known,
