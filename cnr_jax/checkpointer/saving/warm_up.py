@@ -1,6 +1,6 @@
-"""Compiles ahead what saves need: when a manager is made, or restores.
+"""Compiles the programs of saves ahead: when a manager is made, or restores.
 
-So that no save has to wait for XLA, whatever the number of changed rows.
+So no save has to wait for XLA, whatever the number of changed rows.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def programs(
     *,
     dithered_bits: int,
 ) -> Iterator[Program]:
-    """Programs that choose, gather and encode rows of these tiles, however many they are.
+    """Yields the programs that choose, gather and encode rows of tiles, however many rows change.
 
     Args:
-        tiles: of leaves whose sharding is known.
-        encoding: of rows.
-        widths: of codes, by table, where these are left to the number of restores.
+        tiles: tiles of leaves whose sharding is known.
+        encoding: encoding of rows.
+        widths: bits of codes, by table, where options leave these to the number of restores.
         staging: where rows are encoded, as in options.
-        dithered_bits: of the widest codes of tables that are dithered; 0: none are.
+        dithered_bits: bits of the widest codes of tables that are dithered; 0: none are.
     """
     codecs, way = Codecs(encoding, widths), placing(staging)
     for tile in tiles:
@@ -80,24 +80,25 @@ def programs(
 
 
 class WarmUp:
-    """Compiles ahead what saves of a run need, whatever the number of changed rows.
+    """Compiles ahead the programs that saves of a run need, whatever the number of changed rows.
 
-    Nothing is done for leaves whose sharding is not known.
+    Nothing is compiled for leaves whose sharding is not known.
 
     Args:
-        tables: that are saved.
-        options: of the run.
+        tables: tables that are saved.
+        options: options of the run.
         widening: knows the codecs, and the width of each table's codes.
 
     Attributes:
-        done_for: widths of codes, and of the widest that are dithered, for which all is compiled.
+        done_for: pairs of widths for which all is compiled: of codes at "auto", and of the widest
+            codes that are dithered.
     """
 
     def __init__(self, tables: Tables, options: Options, widening: Widening) -> None:
         self._options, self._widening = options, widening
         self._done: set[Program] = set()
         self.done_for: set[tuple[int | None, int]] = set()
-        # For which that is so: a restore may bring others.
+        # The encoding for which `done_for` holds. A restore may bring another one.
         self._encoding = widening.encoding
         stamps = {
             name: stamp_sharding(table.leaf.sharding, table.leaf.shape)
@@ -111,11 +112,11 @@ class WarmUp:
         self._tiles = own_tiles(tables, shardings, stamps)
 
     def compile_for(self, plan: SavePlan) -> None:
-        """Compiles for a plan that was not foreseen, as where touched rows were made anew."""
+        """Compiles for a plan that was not foreseen, such as after touched rows were made anew."""
         self.compile(plan.auto_bits, plan.dithered_bits)
 
     def hashes(self) -> Iterator[Program]:
-        """Programs that find changed rows."""
+        """Yields the programs that find changed rows."""
         options, way = self._options, placing(self._options.staging)
         asked = options.tracking
         groups = group_tiles(self._tiles).values()
@@ -130,10 +131,10 @@ class WarmUp:
         """Compiles the programs that are missing.
 
         Args:
-            auto_bits: width of codes where options leave it to the number of restores, but
-                for small tables. Others are compiled only when they come: each takes as long
-                as the first.
-            dithered_bits: of the widest codes that are dithered; 0: none are.
+            auto_bits: width of codes where options leave it to the number of restores, except
+                in small tables. Other widths are compiled only when they come, as each takes as
+                long as the first.
+            dithered_bits: bits of the widest codes that are dithered; 0: none are.
         """
         encoding = self._widening.encoding
         if encoding is not self._encoding:
@@ -153,7 +154,7 @@ class WarmUp:
             kind = "dithered codes" if dithered_bits else "codes"
             bits = "" if auto_bits is None else f" of {auto_bits} bits"
             _log.info("compiling for %s%s", kind, bits)
-        # XLA compiles each on one core.
+        # XLA compiles each program on one core.
         with ThreadPoolExecutor(os.cpu_count(), "cnr_compile") as pool:
             for done in [pool.submit(_compile, *each) for each in missing]:
                 done.result()
@@ -161,7 +162,7 @@ class WarmUp:
         self.done_for.add(widths)
 
 
-# Settings are those of a thread, unless they are of all.
+# Settings of jax that a program makes for all threads would hold in this thread too.
 @own_settings()
 def _compile(program: Callable[..., object], args: tuple[Any, ...]) -> None:
     program(*args)
