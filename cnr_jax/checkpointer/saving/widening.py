@@ -1,6 +1,6 @@
-"""How rows of the next save are stored: what options give, what a run brings, and the widths.
+"""Encoding and widths of the next save: what options give, what a run brings, how many bits.
 
-Said by process 0 in each plan, so that all processes encode alike.
+Process 0 puts them into each plan, so that all processes encode alike.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ _NAMED_TABLES = 12  # arbitrary: enough to see what kind of tables they are
 class Widening:
     """Knows how rows are stored: as options give it, else as in the run that goes on.
 
-    Puts the width into plans, and says in the log when it changes, or how much all bits are.
+    It puts the width of codes into plans. It logs when the width changes, and how many bytes an
+    exact save takes.
 
     Args:
-        options: of the run.
-        tables: of the run; None: nothing is saved.
+        options: options of the run.
+        tables: tables of the run; None: nothing is saved.
 
     Attributes:
-        encoding: of rows of the next save, unless its policy names the codec, or it is exact.
+        encoding: encoding of the next save, unless its policy names the codec, or it is exact.
         follows: whether widths depend on the restores, unless a policy names the codec.
     """
 
     def __init__(self, options: Options, tables: Tables | None) -> None:
         self._given, self._tables = options.encoding, tables or Tables({})
-        # Of the run that goes on, and of the one that was last told of.
+        # Encoding of the run that goes on, and the one that was last logged.
         self._stored: EncodingEntry | None = None
         self._last_said: EncodingEntry | None = None
         self._said: int | None = None
@@ -62,16 +63,16 @@ class Widening:
     def _use(self, encoding: Encoding) -> None:
         self.encoding = encoding
         self.follows = encoding.follows_restores()
-        # By the codec that a policy names: it may be what makes widths follow the restores.
+        # By the codec that a policy names, as that may make widths follow the restores.
         self._follows: dict[str | None, bool] = {}
         self._small: dict[str | None, frozenset[str]] = {}
         self._fixed: dict[str | None, int] = {}
 
     def inherit(self, stored: EncodingEntry | None) -> None:
-        """Goes on as a run did where options do not say; None: no run goes on.
+        """Takes over the encoding of a run where options do not give it; None: no run goes on.
 
         Raises:
-            OptionError: if that does not go together with what options give.
+            OptionError: if that encoding does not go together with what options give.
         """
         if stored != self._stored:
             given = self._given
@@ -79,7 +80,7 @@ class Widening:
             self._stored = stored
 
     def say_inherited(self, where: str) -> None:
-        """Says in the log, once, what is as in the run that goes on, and what is not."""
+        """Logs, once, which options are as in the run that goes on, and which differ from it."""
         stored = self._stored
         if stored is None or stored == self._last_said:
             return
@@ -94,25 +95,26 @@ class Widening:
                 _log.info("%s %s: %s", line, where, text)
 
     def encoding_of(self, plan: SavePlan) -> Encoding:
-        """Of one save: with the codec that its policy names, or with none that rounds."""
+        """Encoding of one save: with the codec that its policy names, or exact."""
         if plan.exact:
             return self.encoding.exact()
         return self.encoding.with_codec(plan.codec)
 
     def dither_of(self, plan: SavePlan) -> Dither:
-        """Which codes are dithered in one save.
+        """Which codes are dithered in one save, and how.
 
-        Of one width the same in all saves of a lineage, so that rows that stay keep their codes.
+        Codes of one width are dithered alike in all saves of a lineage, so that rows that do not
+        change keep their codes.
         """
         return Dither(plan.lineage, plan.dithered_bits)
 
     def dithered_bits(self, restores: int, before: SampledMotion | None) -> int:
-        """The widest codes that are dithered in saves after so many restores; 0: none are.
+        """Bits of the widest codes that are dithered after a number of restores; 0: none are.
 
         Args:
-            restores: of the run.
-            before: motion of its rows until the last restore, since the one before; None: it is
-                not known.
+            restores: number of restores of the run.
+            before: motion of its rows from the restore before the last to the last one; None: not
+                known.
         """
         return self.encoding.dithered_bits(restores, before and before.even_bits)
 
@@ -122,12 +124,12 @@ class Widening:
         motion: SampledMotion | None = None,
         codec: str | None = None,
     ) -> int | None:
-        """The width in saves after so many restores; None if it is "auto" nowhere.
+        """Width of codes after a number of restores; None if no width is "auto".
 
         Args:
-            restores: of the run.
-            motion: of its rows from restore to restore; None: it is not known.
-            codec: that the policy names, if it does.
+            restores: number of restores of the run.
+            motion: motion of its rows from restore to restore; None: not known.
+            codec: codec that the policy names; None: it names none.
 
         Raises:
             OptionError: if there is no such codec, or it leaves "auto" nothing to choose.
@@ -143,13 +145,14 @@ class Widening:
         )
 
     def widened(self, plan: SavePlan, branch: Branch) -> SavePlan:
-        """A plan with its widths, and the reason where that is not the one for the expectation.
+        """Adds to a plan its widths, and why they are not those for the expected restores.
 
-        Called on the process that plans: other processes are told, so that all encode alike.
+        Called on the process that plans. The other processes take the widths from the plan, so that
+        all encode alike.
 
         Args:
-            plan: without them.
-            branch: that it is of, which knows how far rows move from restore to restore.
+            plan: plan without widths.
+            branch: branch of the plan, which knows how far rows move from restore to restore.
         """
         motion = branch.motion()
         dithered = self.dithered_bits(plan.restores, branch.motion_before)
@@ -168,7 +171,7 @@ class Widening:
             why = self._why_wider(plan, motion, bits)
             reason += f"; {width}: {why}, {expected:g} expected"
             if bits != self._said:
-                # Of the restore alone by which the run was restored too often.
+                # Only the restore that exceeds the expectation is worth a warning.
                 usual_before = self.encoding.auto_bits(max(0, plan.restores - 1))
                 is_news = self.encoding.auto_bits(plan.restores) != usual_before
                 _log.log(
@@ -196,7 +199,7 @@ class Widening:
     def _why_wider(
         self, plan: SavePlan, motion: SampledMotion | None, bits: int
     ) -> str:
-        """Why a save takes more bits than for the restores that are expected."""
+        """Text on why a save takes more bits than those for the expected restores."""
         usual = self.encoding.auto_bits(0)
         if motion is None or bits == self.encoding.auto_bits(plan.restores):
             return f"restored {_times(plan.restores)}"
@@ -208,7 +211,7 @@ class Widening:
 
     def _warn_of_harm(self, plan: SavePlan, motion: SampledMotion | None) -> None:
         """Warns, once, of codes that are too short for how little rows move between restores."""
-        # After one restore nobody knows how soon others come.
+        # After one restore it is not known how soon others come.
         if self._has_warned or motion is None or plan.restores < 2:
             return
         bits = self._fewest_fixed_bits(plan.codec)
@@ -227,10 +230,10 @@ class Widening:
             )
 
     def _fewest_fixed_bits(self, codec: str | None) -> int:
-        """Of tables whose width is not "auto", the least; `RAW_BITS` if none is rounded.
+        """Least width among tables whose width is not "auto"; `RAW_BITS` if none is rounded.
 
         Args:
-            codec: that the policy names, if it does.
+            codec: codec that the policy names; None: it names none.
         """
         if codec not in self._fixed:
             named = self.encoding.with_codec(codec)
@@ -243,7 +246,7 @@ class Widening:
         return self._fixed[codec]
 
     def _say_bytes(self, plan: SavePlan, motion: SampledMotion | None) -> None:
-        """Says how many bytes all rows take if all of their bits are saved."""
+        """Logs how many bytes the rows of an exact full checkpoint take."""
         if plan.kind != "full":
             return
         tables = self._tables.values()
@@ -258,10 +261,11 @@ class Widening:
         )
 
     def stored_bytes(self, auto_bits: int | None = None) -> int:
-        """Bytes of all rows of tables and slots, by their codecs.
+        """Bytes of all rows of tables and slots, as their codecs store them.
 
         Args:
-            auto_bits: of tables that are not small; None: those of the expected restores.
+            auto_bits: width in tables at "auto" that are not small; None: that of the expected
+                restores.
         """
         found, widths = 0, self.widths(auto_bits)
         for name, table in self._tables.items():
@@ -277,8 +281,8 @@ class Widening:
         """Bits of the codes of each table's leaves, where options leave them to the restores.
 
         Args:
-            auto_bits: of tables that are not small; None: no bits are "auto".
-            codec: that the policy names, if it does.
+            auto_bits: width in tables that are not small; None: no width is "auto".
+            codec: codec that the policy names; None: it names none.
         """
         if auto_bits is None:
             return {}
@@ -287,11 +291,12 @@ class Widening:
     def _small_tables(self, codec: str | None) -> frozenset[str]:
         """Tables that have `FALLBACK_BITS` in all saves, among those whose width is "auto".
 
-        The same on all processes: nothing but shapes of whole tables, without padding, is asked.
+        They are the same on all processes, as they depend only on the shapes of whole tables,
+        without padding.
         """
         if codec not in self._small:
             named = self.encoding.with_codec(codec)
-            # That a table and its slots store in "auto" bits.
+            # Number of elements that a table and its slots store in "auto" bits.
             elements: dict[str, int] = {}
             for name, table in self._tables.items():
                 for leaf in table.leaves:
@@ -307,13 +312,13 @@ def _times(restores: int) -> str:
 
 
 def _moved_by(motion: SampledMotion, bits: int) -> str:
-    """Such as `rows moved 0.62 times the rounding error of 4 bits`."""
+    """Text such as `rows moved 0.62 times the rounding error of 4 bits`."""
     times = noise_of(bits, motion.even_bits) ** -0.5
     return f"rows moved {times:.2g} times the rounding error of {bits} bits"
 
 
 def _but_for(small: frozenset[str], bits: int) -> str:
-    """Such as ` (8 for 2 small tables: day, hour)`; empty where there is nothing to say."""
+    """Text such as ` (8 for 2 small tables: day, hour)`; empty if there is nothing to say."""
     if not small or bits >= FALLBACK_BITS:
         return ""
     names = sorted(small)
