@@ -3,8 +3,8 @@
 A restore of a given step never takes another. A restore of the newest step passes over those that
 turn out damaged, and over steps that rest on them; the log names each with the reason. A step that
 is whole, but has a file that could be taken for a part of it, is not passed over: its error is
-raised. A step that goes while it is read, as by retention of another program, is not damaged, and
-one that is merged meanwhile, or rests on such a one, is read again.
+raised. A step that is deleted while it is read, as by retention of another program, does not count
+as damaged. A step that is merged meanwhile, or rests on a merged one, is read again.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def restore(
         listing: listing of the manager's steps.
         channel: channel to the other processes.
         resume: function that goes on saving from the restored step.
-        mend: function that mends a step of the manager's root, by its folder, if it can; whether
-            it did. Called on process 0.
+        mend: function that mends a step of the manager's root, given by its folder, if it can, and
+            returns whether it did. Called on process 0.
 
     Returns:
         The number of the step, the restored items, and the name of the state's item.
@@ -88,7 +88,7 @@ def restore(
     elsewhere = _other_root(directory, step, listing, channel)
     root, item = elsewhere or steps.root, listing.item
     if elsewhere or item is None:
-        # Another root may call the state otherwise, and so may the arguments.
+        # Another root may have another name for the state's item, and so may the arguments.
         item = all_succeed(channel, lambda: find_item(root)) or item
     asked, item = asked_item(args, listing.item, item), item or DEFAULT_ITEM
     args = restore_args(args, asked)
@@ -117,7 +117,7 @@ def restore(
             restored = _attempt(args, asked, find, attempt, folder, own, items, channel)
             break
         except Exception as error:
-            # Of several processes all hear of damage, but not of other errors.
+            # All processes hear of damage that one of them meets, but not of its other errors.
             is_told = isinstance(error, errors.DAMAGE) or jax.process_count() == 1
             became = functools.partial(chooser.became, taken, name, uuid)
             if is_told and (now := on_primary(channel, became)):
@@ -132,7 +132,8 @@ def restore(
                 raise
             if on_primary(channel, functools.partial(chooser.mend, name)):
                 continue
-            # Of such a step nothing is damaged: passed over, it would make way for others.
+            # Nothing of such a step is damaged. If it were passed over, other steps would take its
+            # place.
             is_whole = error.kind == UNKNOWN
             (chooser.explain if is_whole else chooser.note)(taken, error)
             if is_whole or step is not None:
@@ -151,7 +152,7 @@ def _other_root(
     listing: Listing,
     channel: Channel,
 ) -> epath.Path | None:
-    """The root that is to be restored from, if it is not the manager's; it holds the step."""
+    """The root to restore from, if it is not the manager's, checked to hold the step; else None."""
     if directory is None:
         return None
     root = ExactPath(open_root(directory))
@@ -160,11 +161,11 @@ def _other_root(
 
 
 def _check_asked(args: Any, asked: str, held: AnyPath) -> None:
-    """Checks that a state of ours is not asked for by arguments of others.
+    """Checks that a state of ours is not asked for with arguments of another handler.
 
     Raises:
         OptionError: if it is.
-        OSError: if it cannot be seen whose it is.
+        OSError: if storage does not say whether the state is one of ours.
     """
     if not reads_state(args, asked) and exists(held / names.MANIFEST):
         check_restores_state(args, asked)
@@ -191,7 +192,7 @@ def _attempt(
         found = items.restore_named(find_folder(), in_item(args, item, held))
         return out_of_item(found, args, item, held)
     except BaseException as error:
-        # The other processes wait for what this one has to say.
+        # The other processes wait for the outcome of this one.
         if reads and not attempt.is_told:
             agree(channel, error, named=True)
         raise
@@ -215,7 +216,8 @@ class StepChooser:
         item: name of the item in them.
         ledger: function that reads the ledger of the root when it is first needed; damage that is
             found is noted in that ledger.
-        mend: function that mends a step, by its folder, if it can; whether it did. None: none can.
+        mend: function that mends a step, given by its folder, if it can, and returns whether it
+            did. None: no step can be mended.
     """
 
     def __init__(
@@ -241,15 +243,16 @@ class StepChooser:
         return entry.uuid if entry is not None and entry.known else None
 
     def became(self, step: int, directory: str, uuid: str | None) -> str:
-        """What became of a step while it was read; empty if it is there.
+        """Finds out what became of a step while it was read.
 
         Args:
             step: number of the step.
             directory: name of its directory.
-            uuid: of its checkpoint; None: not known.
+            uuid: uuid of its checkpoint; None: not known.
 
         Returns:
-            `"replaced"` if another step stands for it, or for one that it rests on; `"deleted"`.
+            `"replaced"` if another directory has taken the place of its own, or of one that it
+            rests on; `"deleted"` if it is gone; empty if it is there.
         """
         entry = self.ledger.by_step(step)
         chain = [each.directory for each in self.ledger.chain(entry)] if entry else []
@@ -273,7 +276,7 @@ class StepChooser:
 
         Raises:
             NoStepError: if there is none.
-            OSError: if storage withholds a step, and none is known that is newer.
+            OSError: if storage withholds a step, and no newer one is known.
         """
         ledger = self.ledger
         newest = entry.step if (entry := ledger.newest()) else -1
@@ -293,9 +296,9 @@ class StepChooser:
         )
 
     def _mend_newer(self) -> None:
-        """Mends the newest step that is passed over for damage found before, if it can be.
+        """Mends the newest step that would be passed over for damage that was found before.
 
-        Such as by `verify`, or by a restore while the mirror was away.
+        The damage was found by `verify`, for example, or by a restore while the mirror was away.
         """
         ledger, newest = self.ledger, self.ledger.newest()
         for entry in reversed(ledger.committed()):
@@ -308,13 +311,13 @@ class StepChooser:
                 return
 
     def mend(self, directory: str) -> bool:
-        """Mends a damaged step, once; whether that did anything."""
+        """Tries once to mend a damaged step; returns whether that did anything."""
         is_first = directory not in self._mended
         self._mended.add(directory)
         return is_first and self._mend is not None and self._mend(directory)
 
     def note(self, step: int, error: errors.CnrError) -> None:
-        """Notes that a step is damaged; adds to the error what only the root tells.
+        """Notes that a step is damaged, and adds to its error what is known of the root.
 
         Args:
             step: number of the step that could not be restored.
@@ -323,7 +326,7 @@ class StepChooser:
         """
         ledger, reason = self.ledger, str(error).partition("\n")[0]
         entry = ledger.by_step(step)
-        # Where the damage is, or else with the step itself.
+        # The damage is noted at its path, and if that does not rule the step out, at the step too.
         above = os.fspath(self._root).rstrip("/") + "/"
         if error.path is not None and error.path.startswith(above):
             path, unread = error.path.removeprefix(above), error.kind == UNREAD
@@ -333,7 +336,7 @@ class StepChooser:
         self.explain(step, error)
 
     def warn(self, step: int, *, asked_for: bool) -> None:
-        """Warns in the log about a restored step: what was passed over, what it may lack.
+        """Logs warnings about a restored step: which were passed over, and which rows it may lack.
 
         Args:
             step: number of the restored step.
@@ -361,7 +364,7 @@ class StepChooser:
             suspects.warn(noted, self._root, self.ledger, step)
 
     def explain(self, step: int, error: errors.CnrError) -> None:
-        """Adds to an error what only the root tells: the chain, and other steps."""
+        """Adds to an error the chain of its step, and the steps that can be restored instead."""
         entry: Entry | None = self.ledger.by_step(step)
         text = str(error)
         if "cannot be restored" not in text.partition("\n")[0]:
