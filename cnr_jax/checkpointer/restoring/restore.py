@@ -60,7 +60,7 @@ from cnr_jax.telemetry import Laps, RestoreReport, restore_report
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# Of a chain whose arrays are requests, what is read before it is asked for.
+# Bytes that are read ahead of a chain in a store where each read is a request.
 _AHEAD_BYTES = 128 << 20
 
 
@@ -70,7 +70,7 @@ class Attempt:
 
     Attributes:
         passed_over: steps that were tried before, and found damaged.
-        is_told: whether the processes exchange how it went, or have done so.
+        is_told: whether the processes exchange the outcome of the attempt, or have done so.
         resumption: a `Resumption` or an `Adoption`, from which saving goes on once everything
             that was asked for has succeeded.
     """
@@ -152,7 +152,7 @@ def read_back(
     *,
     verify: bool,
 ) -> ReadBack:
-    """Reads a step and all it rests on; nothing is communicated between processes.
+    """Reads a step and its chain; nothing is communicated between processes.
 
     Args:
         place: place of the item.
@@ -167,7 +167,7 @@ def read_back(
     """
     laps = Laps()
     chain = open_chain(place.root, place.directory, place.item, verify=verify)
-    # Of several processes each reads a part.
+    # Each of several processes reads only a part, so none of them reads ahead.
     if not args.partial and jax.process_count() == 1:
         left_bytes = _AHEAD_BYTES
         for reader in chain:
@@ -184,8 +184,8 @@ def read_back(
     check_tables(tables)
     with without_collections():
         wanted = match(manifest, state, tables, args, place.directory)
-    # Before rows are read: what is damaged is to be known soon. Who wants some tables alone does
-    # not wait for all dense files to be looked at.
+    # Dense files are checked before rows are read, so that damage is found early. A restore of a
+    # few tables alone does not wait for that.
     is_read = bool(wanted.dense) or not args.partial
     dense = open_dense(chain[-1])
     if is_read:
@@ -225,12 +225,12 @@ def read_back(
 def _dense_leaves(
     dense: TiledDense | OrbaxDense, wanted: Wanted, *, everything: bool
 ) -> dict[tuple[str, ...], Any]:
-    """All dense leaves but numbers, as the state wants them.
+    """Reads all dense leaves but numbers, and converts them to what the state wants.
 
     Args:
-        dense: of the step.
-        wanted: what was asked for.
-        everything: nobody has said how leaves are wanted: all come as they were saved.
+        dense: dense leaves of the step.
+        wanted: leaves that were asked for.
+        everything: whether no state was given, so that all leaves come as they were saved.
     """
     if everything:
         return dense.restore(None)
@@ -271,7 +271,7 @@ def _rebuild(
         (tables.stored[table], leaf, tables.targets[table], abstract)
         for table, leaf, abstract in tables.leaves
     ]
-    # What a cast makes of values that do not fit was asked for, and is warned of once.
+    # If values do not fit, `cast` was asked for, and one warning of our own names the leaves.
     with np.errstate(over="ignore", invalid="ignore"):
         arrays = restore_leaves(chain, leaves)
     for (table, leaf, _), array in zip(tables.leaves, arrays, strict=True):
@@ -282,7 +282,7 @@ def _rebuild(
 def _read_stamps(
     chain: Sequence[StepReader], wanted: Wanted, tables: Tables
 ) -> tuple[dict[str, Sharding], dict[str, Any]]:
-    """Reads shardings and values of the stamps under which the next delta is right.
+    """Reads shardings and values of the stamps, such that the next delta holds the right rows.
 
     Tables that were not restored get stamps of zero.
     """
@@ -316,9 +316,9 @@ def _assemble(
     """Assembles the state, in the structure of the one that was asked for.
 
     Args:
-        state: abstract or concrete; gives the structure.
-        wanted: as `match` returned it for this state.
-        tables: gives the paths of table leaves.
+        state: state, abstract or concrete, that gives the structure.
+        wanted: what `match` returned for this state.
+        tables: tables of the state, which give the paths of their leaves.
         arrays: the table leaves, by table and leaf name.
         dense: the restored dense leaves as nested dicts.
     """
@@ -384,16 +384,17 @@ def resume(
     if resumption.ledger is not None and writer.place is None:
         writer.serve(place.root, place.item, resumption.ledger)
     lifecycle.settle()  # Orbax has waited for the save in flight
-    # Nothing is a legal parent until all that makes it one is known.
+    # No step counts as a parent until all is noted that makes it one.
     planner.end_lineages(manifest.restores + 1)
     tracker.forget(touched, manifest.tracking)
     if not writer.is_at(place.root, place.item):
-        return  # restored from elsewhere: no parent here
+        return  # restored from another root, so no step here can be a parent
     saved = {entry.name: entry for entry in manifest.tables}
     unchanged = found.wanted.tables.unchanged and saved == {
         entry.name: entry for entry in tables
     }
-    # What was found by other means may be more, or less, than will be.
+    # If the checkpoint's tracking finds changed rows by other means than this run will, the two may
+    # find different rows.
     ways = {manifest.tracking, tracker.mode(touched)}
     unchanged = unchanged and (len(ways) == 1 or "fingerprint" not in ways)
     if unchanged:
@@ -412,10 +413,10 @@ def resume(
 def _encoding_of(
     resumption: Resumption, channel: Channel, writer: RootWriter
 ) -> EncodingEntry | None:
-    """Encoding in the run of a restored step; None if nothing tells.
+    """Encoding of the run of a restored step; None if no step tells.
 
-    Where its manifest does not say, process 0 looks at the codecs of its full step, or, if all
-    bits were asked for there, of other steps.
+    If the manifest does not have it, process 0 looks at the codecs of the full step of its chain,
+    or, if that was saved exactly, of other steps.
 
     Raises:
         OptionError: if a codec is not known here.
@@ -435,7 +436,7 @@ def _encoding_of(
 def _telling(
     place: Place, chain: Sequence[StepReader], writer: RootWriter
 ) -> Iterator[Step]:
-    """Steps that tell of codecs: the full one of a chain, its deltas, and older full ones."""
+    """Yields steps whose codecs may tell: the full one of a chain, its deltas, older full ones."""
     for reader in chain:
         yield Step(reader.manifest, reader.processes)
     first = chain[0].manifest
