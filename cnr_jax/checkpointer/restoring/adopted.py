@@ -150,7 +150,7 @@ def read_adopted(
         wanted, kept = _match(
             stored, numbers, keys, given, args, tables, place.directory
         )
-        # Arrays as Orbax can convert them; keys and strings as the state has them.
+        # Arrays are asked for as Orbax can convert them, keys and strings as the state has them.
         into = {
             path: asked(numpy_dtype(str(stored[path].dtype)), value)
             if _is_array(stored[path], value)
@@ -229,7 +229,7 @@ def _tables_in(state: Any, tables: Tables) -> Tables:
 def _read_numbers(
     plain: PlainState, stored: Mapping[Path, Any], given: Mapping[Path, Any]
 ) -> dict[Path, bool | int | float]:
-    """Reads numbers of Python, whose values decide whether they fit leaves of a state."""
+    """Reads Python numbers, whose values decide whether they fit leaves of a state."""
     unsure = {
         path: np.empty(0, leaf.dtype)
         for path, leaf in stored.items()
@@ -242,7 +242,7 @@ def _read_numbers(
 def _read_keys(
     plain: PlainState, stored: Mapping[Path, Any], given: Mapping[Path, Any]
 ) -> dict[Path, Any]:
-    """Reads the dtypes that Orbax restores for the keys of a state: it alone knows their kinds."""
+    """Reads the dtypes that Orbax restores for keys of a state, as only Orbax knows their kinds."""
     keys = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in stored.items()
@@ -258,7 +258,7 @@ def _check_no_keys(
     """Checks that leaves that were asked for as numbers are not keys.
 
     Raises:
-        StateMismatchError: with every leaf that is.
+        StateMismatchError: if some are; names each of them.
     """
     problems = [
         f"{'/'.join(path)}: {x.dtype} in the checkpoint, {_said(wanted[path])} in the state"
@@ -288,7 +288,7 @@ def _match(
         StateMismatchError: with every difference.
     """
     leaves, problems, casts = dict(given), list[str](), list[str]()
-    # Leaves of tables, which have to be arrays of jax of the shape that tables say.
+    # Leaves of tables must be arrays of jax, of the shape that the tables give.
     rows = {leaf.path: leaf for table in tables.values() for leaf in table.leaves}
     wanted: dict[Path, Any] = {}
     is_grown = False
@@ -354,7 +354,7 @@ def _is_key_data(stored: Any, value: Any) -> bool:
 
 
 def _difference(stored: Any, value: Any, key: Any) -> str:
-    """Finds why a leaf of a state cannot take a stored one, which Orbax would not say; or empty.
+    """Explains why a leaf of a state cannot take a stored one, as Orbax would not; empty if it can.
 
     Args:
         stored: Orbax's metadata of the stored leaf.
@@ -417,17 +417,17 @@ def resume_adopted(
     root, entry = adoption.place.root, adoption.entry
     lineage = lineage_hex(adoption.touched)
     lifecycle.settle()  # Orbax has waited for the save in flight
-    # Nothing is a legal parent until all that makes it one is known.
+    # No step counts as a parent until all is noted that makes it one.
     planner.end_lineages(0)
     tracker.forget(adoption.touched, None)
     if entry is None or (writer.root and str(writer.root) != str(root)):
-        return  # restored from elsewhere
+        return  # restored from another root
     planner.adopted(lineage, entry, writer.ledger)
     note_restored(root, lineage, planner.runs.current or "", None)
 
 
 def _has_other_rows(leaf: Any, value: Any) -> bool:
-    """Whether two arrays differ in their rows alone, as where a table has grown."""
+    """Whether two arrays differ only in the number of rows, as when a table has grown."""
     stored, given = [*(leaf.shape or ())], [*np.shape(value)]
     same = len(stored) == len(given) > 1 and stored[1:] == given[1:]
     return same and stored != given
