@@ -74,8 +74,8 @@ class Coding:
         self._dither = dither
         codecs = list(map(Codecs(encoding, widths).of, tiling.tiles))
         self._beside = _beside(tiling, codecs)
-        # Means are counted in units of the squares beside them. Without these they are stored
-        # exactly.
+        # Means are counted in parts of the roots of the squares beside them. Without these they
+        # are stored exactly.
         self.codecs = tuple(
             Raw() if isinstance(codec, Unit) and number not in self._beside else codec
             for number, codec in enumerate(codecs)
