@@ -44,7 +44,7 @@ _WAY_OUT = {
     True: "partial=True leaves alone what only one of both has. What both have must match: leave"
     " such a leaf out of the state, or pass it as it was saved",
 }
-_MOST_HINTS = 4  # of tables that differ alike the first ones say it
+_MOST_HINTS = 4  # if many tables differ alike, hints about the first ones suffice
 Path = tuple[str, ...]
 
 
@@ -84,8 +84,8 @@ def match(
         step: the checkpoint's name, for errors.
 
     Raises:
-        StateMismatchError: with every difference. If only dtypes differ and numbers are yet to be
-            read, it is raised later, with those of the numbers.
+        StateMismatchError: if they differ; names every difference. If only dtypes differ, and
+            Python numbers are yet to be read, it is raised later, with those of the numbers.
     """
     leaves: dict[Path, Any] = dict(flatten_paths(state))
     saved = manifest.dense_leaves
@@ -94,7 +94,7 @@ def match(
     dense, texts = _match_dense(saved, leaves, problems, args.partial)
     kept = kept_leaves(leaves, problems, args.partial)
     arrays, numbers = _fit_dense(saved, {} if args.state is None else dense, casts)
-    # With numbers to read more may have to be told.
+    # The numbers that are yet to be read may add to the casts.
     if problems or (casts and not args.cast and not numbers):
         hints = list(dict.fromkeys(found.hints or [_WAY_OUT[args.partial]]))
         told = () if args.cast else casts
@@ -168,7 +168,7 @@ def _match_dense(
 
 
 def _is_alike(value: Any, leaf: DenseLeaf) -> bool:
-    """Whether a leaf is a string, a PRNG key of a kind, or a number, as the saved one is."""
+    """Whether a leaf is a PRNG key of the same kind, or an array or number, as the saved one is."""
     dtype = getattr(value, "dtype", None)
     if leaf.kind == "text" or isinstance(value, str):
         return False
@@ -246,7 +246,7 @@ def _match_tables(
     for entry in entries:
         name = named[entry.name]
         table = tables.get(name) if name else None
-        # Of a table that is not asked for itself, slots may be.
+        # With `partial`, slots may be asked for without their table.
         asked = () if not table else table.leaves if args.partial else (table.leaf,)
         if table is None or not any(leaf.path in leaves for leaf in asked):
             found.unchanged = False
@@ -271,7 +271,7 @@ def _match_rows(
     partial: bool,
     found: MatchedTables,
 ) -> int:
-    """Maps each row of a table to the stored row that it takes; counts those without one."""
+    """Maps each row of a table to the stored row that it takes; returns how many take none."""
     where = f"table {table.name!r}"
     new_rows = max(0, table.rows - entry.rows)  # without ids row i takes row i
     if ids is None:
@@ -331,7 +331,7 @@ def _match_leaves(
         if leaf.path not in leaves:
             continue
         if leaf.name not in saved:
-            continue  # stays among the leaves, and is kept or reported there
+            continue  # it stays in `leaves`, and is kept or reported by `kept_leaves`
         value = leaves.pop(leaf.path)
         stored = saved.pop(leaf.name)
         where = "/".join(leaf.path)
@@ -358,7 +358,7 @@ def _match_leaves(
         if told := misfit(numpy_dtype(stored.dtype), value, on_device=True):
             found.casts.append(f"{where}: {told}")
         same = dtype_in(value, on_device=True).name == stored.dtype
-        # A chain is of one set of tables: elsewhere in the state is another one.
+        # All steps of a chain have the same tables. A table at another path is another table.
         found.unchanged &= same and leaf.path == stored.path
         wanted = abstract_of(value)
         if new_rows:
