@@ -1,7 +1,7 @@
-"""Tables that do not come back by name and row by row: renamed, left out, grown, or by ids.
+"""Tables that are not restored by name and row by row: renamed, left out, grown, or by ids.
 
-The functions find requests that cannot be met, and leaves that would be torn apart. None of this is
-needed if a state is restored as it was saved.
+The functions find requests that cannot be met, and dense leaves whose rows would no longer fit
+those of their table. None of this is needed if a state is restored as it was saved.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def match_missing(
         " out"
     )
     same = renamed.rows == entry.rows or renamed.path == entry.leaves[0].path
-    # Left out, it would begin anew without a word.
+    # Without the warning the table would begin anew unnoticed.
     if partial and not same:
         _log.warning(
             "table %r of the checkpoint is left out, and %r keeps the values of the state; %s",
@@ -163,11 +163,11 @@ def match_rows_of_dense_leaves(
     problems: list[str],
     hints: list[str],
 ) -> None:
-    """Notes dense leaves that rows of a table would leave behind when they move.
+    """Notes dense leaves whose rows would stay in place when the rows of a table move.
 
-    An accumulator that `find_tables` did not take for a slot, as its path does not end with the
-    table's, would keep the order and the number of its rows. A leaf with the table's name and as
-    many rows is taken for one.
+    An accumulator that `find_tables` did not take for a slot, because its path does not end with
+    the table's, would keep the order and number of its rows. A leaf with the table's name and as
+    many rows counts as such an accumulator.
 
     Args:
         entry: entry of the table in the checkpoint.
