@@ -1,8 +1,8 @@
 """Dtypes of leaves: conversion of stored values into those of a state.
 
-A dtype that may change a value is refused, or converted to if that was asked for: see `holds_all`.
-Numbers of Python fit any dtype that has their value, since a counter that begins as 0 is an array
-after the first train step.
+A dtype that may change a value is refused, unless a cast was asked for: see `holds_all`. Python
+numbers fit any dtype that has their value, since a counter that begins as 0 is an array after the
+first train step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def unknown_to_jax(value: Any, *, on_device: bool = False) -> str:
         return ""
     if not on_device and not isinstance(value, jax.ShapeDtypeStruct):
         return ""
-    # Of floats of numpy alone: jax has further ones of few bits.
+    # Only floats of numpy can be too wide. Those that jax adds have few bits.
     is_wide = dtype.itemsize > {"f": 8, "c": 16}.get(dtype.kind, dtype.itemsize)
     if dtype.isnative and not is_wide:
         return ""
@@ -93,8 +93,8 @@ def _apart(stored: str, wanted: Any) -> str:
 def asked(stored: np.dtype, value: Any) -> Any:
     """Leaf to ask of Orbax, from which `as_wanted` then makes the wanted one.
 
-    Arrays of jax come as they are wanted, each device's part alone. Leaves that stay on the host,
-    and those that Orbax cannot convert, come as they are stored.
+    Orbax returns arrays of jax as they are wanted, each device's part alone. It returns leaves that
+    stay on the host, and those that it cannot convert, as they are stored.
     """
     wanted = dtype_in(value)
     on_host = isinstance(wanted, type) or isinstance(value, np.ndarray | np.generic)
@@ -105,7 +105,7 @@ def _converts(stored: np.dtype, wanted: Any) -> bool:
     """Whether Orbax, by TensorStore, reads values of a dtype as those of another."""
     if stored == wanted:
         return True
-    # This dtype is made of exponents alone, which are taken for other ones.
+    # This dtype has only exponents, which such a conversion would get wrong.
     if _EXPONENTS in (stored, wanted) or stored.kind == "c" != wanted.kind:
         return False
     return np.can_cast(stored, wanted, "unsafe")
