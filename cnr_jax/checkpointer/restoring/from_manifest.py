@@ -47,7 +47,7 @@ def tables_of(manifest: Manifest) -> Tables:
 def tables_in(manifest: Manifest, state: Any) -> Tables:
     """Tables of a checkpoint that a state has, at the paths at which they were saved.
 
-    They have all stored rows, padding included, or as many as there are without it.
+    They have all stored rows, with padding, or only the rows without it, as the state does.
 
     Raises:
         StateMismatchError: if a leaf of a table is not an array in the state.
@@ -111,5 +111,5 @@ def _stand_in(leaf: DenseLeaf) -> Any:
         return leaf.value
     if leaf.kind == "key":
         return jax.ShapeDtypeStruct(leaf.shape, jax.random.key(0).dtype)
-    # Of no size: what shapes a manifest names is not what its files hold.
+    # An abstract array takes no memory, whatever shape the manifest names: its files may hold less.
     return jax.ShapeDtypeStruct(leaf.shape, np.float32)
