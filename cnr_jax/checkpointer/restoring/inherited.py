@@ -50,10 +50,10 @@ def encoding_in(steps: Iterable[Step]) -> EncodingEntry | None:
     """Derives the encoding of a run from the codecs of its first step that is not exact.
 
     Args:
-        steps: steps of one run, the ones that tell most first; all are of older writers.
+        steps: steps of one run, by older writers, the most telling ones first.
 
     Returns:
-        The encoding; None if none of them tells.
+        The encoding; None if no step tells.
 
     Raises:
         OptionError: if a codec is not known here.
@@ -159,7 +159,7 @@ def _likeliest(
         for table, leaves in found.items()
     }
 
-    # By elements, so that large tables decide what is said of all.
+    # Counted in elements, so that large tables decide on the options of all.
     def explained(i: int) -> int:
         return sum(
             x.elements for t, leaves in found.items() if i in fitting[t] for x in leaves
