@@ -1,4 +1,4 @@
-"""Listing of steps: those that can be restored, as far as is known; else the reason."""
+"""Listing of steps: which can be restored, as far as is known, and why others cannot."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ class Listing:
             return
         ledger = self._saves.ledger
         found = self._writer.load(self._root, self.item)
-        # After ours: a step that another process commits in between is then not listed yet.
-        # The other way round it would be listed, and no rule would know it.
+        # After the ledger: a step that another process commits in between is then not listed yet.
+        # The other way round it would be listed, but missing in the ledger that rules look at.
         self._steps.reload(left=found.left)
         ledger.become(found)
         ledger.epoch = found.epoch
@@ -214,7 +214,7 @@ class Listing:
         return sorted({entry.step for entry in self._asked_again().branch()})
 
     def best_step(self) -> int | None:
-        """The best of these steps by metrics; the newest where steps are not ranked."""
+        """Best of these steps by metrics; the newest if steps are not ranked."""
         if not self._steps.has_best:
             return self.latest_step()
         restorable = set(self.steps())
@@ -241,7 +241,7 @@ class Listing:
         ledger = self._saves.ledger
         found = verify(self._root, level, item=self.item)
         for problem in found:
-            # What is only too much, and can be moved away, makes no step a damaged one.
+            # A file that is only superfluous, and can be moved away, does not make a step damaged.
             if problem.consequence and problem.kind != UNKNOWN:
                 path = "/".join((problem.directory, problem.file)).rstrip("/")
                 ledger.note_damage(path, problem.message.partition("\n")[0])
@@ -270,16 +270,16 @@ class Listing:
             self._saves.put_catalogue()
 
     def check_exists(self, step: int) -> None:
-        """Checks that there is such a step in the root.
+        """Checks that the root has a step of this number.
 
         Raises:
-            NoStepError: if there is none; it names those there are.
+            NoStepError: if it has none; the error names the steps that it has.
         """
         if step not in self._steps.numbers():
             raise self._no_step(step)
 
     def check_is_there(self, step: int | None) -> None:
-        """Checks that a step is in the root now, whatever was known of it.
+        """Checks that a step is in the root now, by a look at storage.
 
         Raises:
             NoStepError: if it is not.
@@ -288,12 +288,12 @@ class Listing:
             raise self._no_step(step)
 
     def check_is_found(self, step: int) -> None:
-        """Checks that a listed step is not there under a name that is not looked for.
+        """Checks that the manager's name format finds the directory of a listed step.
 
-        Only a name format of the user's own can fail to find a listed step.
+        Only a name format of the user's own can fail to find it.
 
         Raises:
-            NoStepError: if it is.
+            NoStepError: if the step is there under another name.
         """
         entry = self.ledger.by_step(step)
         if entry is None or self._is_in(self._root, step):
@@ -327,10 +327,10 @@ class Listing:
             return False
 
     def check_holds(self, root: epath.Path, step: int | None) -> None:
-        """Checks that another root is one, and holds the step that is asked for.
+        """Checks that another path is a root, and holds the step that is asked for.
 
         Raises:
-            NoStepError: if it is not.
+            NoStepError: if it is none, or does not hold the step.
         """
         check_can_be_read(root)
         check_is_here(root)
