@@ -27,9 +27,9 @@ from cnr_jax.format.manifest import to_json
 from cnr_jax.repository.causes import in_one_line
 
 T = TypeVar("T")
-# Process 0 hears all other processes before it answers: whoever waits for it waits longer.
+# Process 0 hears all other processes before it answers, so these wait for it longer.
 _PATIENCE = 2.0
-# Kinds of errors after which waiting for a process again would be in vain.
+# Kinds of errors after which it would be in vain to wait for a process again.
 UNHEARD = ("process_silent", "coordination_lost")
 
 
@@ -47,7 +47,8 @@ class Channel:
     process alone, is matched with none.
 
     Args:
-        timeout_secs: how long process 0 waits for another; that one waits twice as long for it.
+        timeout_secs: seconds that process 0 waits for another one, which waits twice as long for
+            process 0.
 
     Attributes:
         name: name that is the same on all processes; to be set before the first use.
@@ -71,15 +72,15 @@ class Channel:
         return str(self._count)
 
     def tell(self, topic: str, text: str) -> None:
-        """Sends what this process says of a topic; that of process 0 can be seen by `peek`."""
+        """Sends the message of this process about a topic; `peek` shows that of process 0."""
         key = f"{self._key(topic)}/{jax.process_index()}"
         distributed_client().key_value_set(key, text)
 
     def told(self, topic: str, timeout_secs: float | None = None) -> list[str]:
-        """Waits for what all other processes have sent, in their order; for process 0.
+        """Waits for the messages of all other processes, in their order; for process 0.
 
         Raises:
-            SaveError: if one says nothing.
+            SaveError: if a process sends none.
         """
         key, limit_secs = self._key(topic), timeout_secs or self.timeout_secs
         return self._from_all([f"{key}/{i}" for i in _others()], limit_secs)
@@ -140,7 +141,7 @@ class Channel:
         name = hashlib.sha256(self.name.encode()).hexdigest()[:16]
         asking = f"cnr_jax/asking/{name}"
         if here != 0:
-            # It may have given up waiting before.
+            # This process may have asked before, and given up waiting.
             client.key_value_set(f"{asking}/{here}", mine, allow_overwrite=True)
             try:
                 return _hear(mine, 0, self.timeout_secs * _PATIENCE)
@@ -153,7 +154,7 @@ class Channel:
                     client.key_value_delete(mine)
         keys = [f"{asking}/{i}" for i in _others()]
         theirs = self._from_all(keys, self.timeout_secs)
-        # All are here: nobody has been answered by one who then gives up on another.
+        # Only now, when all are here: process 0 answers none before it could give up on another.
         for key, asked in zip(keys, theirs, strict=True):
             client.key_value_delete(key)
             client.key_value_set(asked, mine)
@@ -216,7 +217,7 @@ def on_primary(channel: Channel, decide: Callable[[], Any], *, topic: str = "") 
     if jax.process_count() == 1:
         return decide()
     if jax.process_index() == 0:
-        # Of a save it is said which process failed in it.
+        # Only decisions without a topic name the process, as errors of a save do so themselves.
         return _decided(channel, topic, decide, named=not topic)
     answer = json.loads(channel.hear(topic or channel.next_topic()))
     if "error" in answer:
@@ -292,13 +293,13 @@ def agree(
         answer = json.loads(channel.hear(topic, timeout_secs))
     else:
         if error is not None:
-            # For those who wait for something that will now never come; see `raise_if_told`.
+            # For processes that wait for something that will now never come; see `raise_if_told`.
             channel.tell(topic, json.dumps(mine))
         said = [mine]
         try:
             said += map(json.loads, channel.told(topic, timeout_secs))
         except errors.SaveError as silent:
-            # Beside what failed here, not in its place: that is why another may be silent.
+            # Added to the failure of this process, which may be why the other one is silent.
             said.append(_failed(silent, named=False))
         failed = [document for document in said if "error" in document]
         if not failed:
