@@ -190,7 +190,7 @@ class Listing:
         ledger = self._saves.ledger
         found = self._writer.load(self._root, self.item)
         # After the ledger: a step that another process commits in between is then not listed yet.
-        # The other way round it would be listed, but missing in the ledger that rules look at.
+        # The other way round it would be listed, but retention would not know of it.
         self._steps.reload(left=found.left)
         ledger.become(found)
         ledger.epoch = found.epoch
