@@ -52,7 +52,7 @@ class SaveInFlight(PipelinedSave):
         rows: approximate number of rows that all processes together write.
         started_secs: reading of `time.perf_counter` when the save was asked for.
         wait_secs: seconds that it has waited for the train step that made the state.
-        agree_secs: seconds that process 0 has waited for the others to plan the save.
+        agree_secs: seconds that process 0 has waited for each other process to plan it, on average.
         blocking_secs: seconds that it has held training up, without `wait_secs`; None: not known.
         trained: train steps between the save before and this one.
         at_once: number of saves in flight while it is written, with itself; 0: not measured.
