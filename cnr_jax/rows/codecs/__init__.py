@@ -1,10 +1,10 @@
 """Codecs for table rows and optimizer slots: their names, and what options may say of them.
 
-Which codec a leaf gets is told by `cnr_jax.encoding`.
+`cnr_jax.encoding` decides which codec a leaf gets.
 
-Two kinds of names: options use short ones ("raw", "asymmetric", "adaptive"); stored
-codecs are `{"name": "cnr....", "configuration": {...}}`, which `codec_from` reads. A stored
-name and the meaning of its configuration never change.
+A codec has two kinds of names. Options use short ones ("raw", "asymmetric", "adaptive").
+Manifests store `{"name": "cnr....", "configuration": {...}}`, which `codec_from` reads. A
+stored name and the meaning of its configuration never change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KINDS = (
 )
 _STORED: dict[str, Callable[..., Codec]] = {kind.name: kind for kind in _KINDS}
 
-# What options call a codec: given the width of a code, which some of them ignore.
+# Codecs by the names that options use. Each is made from the width of a code; some ignore it.
 _NAMED: dict[str, Callable[[int], Codec]] = {
     "raw": lambda _: Raw(),
     "symmetric": lambda bits: Symmetric(bits=bits),
@@ -90,7 +90,7 @@ def make_codec(name: str, bits: int) -> Codec:
 
 
 def at_dim(codec: Codec, dim: int) -> Codec:
-    """Returns the codec as rows of `dim` elements are stored with it: nothing is left open.
+    """Returns the codec with which rows of `dim` elements are stored: no value is left open.
 
     Example:
         >>> at_dim(make_codec("adaptive", bits=4), 64)
@@ -102,13 +102,13 @@ def at_dim(codec: Codec, dim: int) -> Codec:
 def codec_from(
     name: str, configuration: Mapping[str, Any], *, whole: bool = True
 ) -> Codec:
-    """Returns the codec of a manifest.
+    """Returns the codec that a manifest describes.
 
     Args:
         name: name of the codec.
         configuration: configuration of the codec.
-        whole: whether it is that of stored rows, which leaves nothing open; otherwise missing
-            values are up to the codec.
+        whole: whether the configuration must have all values, as that of stored rows has;
+            otherwise the codec chooses those that are missing.
 
     Raises:
         FormatError: if the name is not known, or a configuration value is missing,
@@ -145,12 +145,12 @@ def codec_from(
 
 
 def has_choice(codec: Callable[[int], Codec]) -> bool:
-    """Whether `bits="auto"` matters for a codec, that is, other bits make another one."""
+    """Whether `bits="auto"` matters for a codec, that is, whether other bits make another codec."""
     return codec(2) != codec(4)
 
 
 def is_codec(name: str, bits: int = 4) -> bool:
-    """Whether options know a codec by this name, and it can have codes of this width."""
+    """Whether options have a codec of this name, and it can have codes of this width."""
     try:
         make_codec(name, bits)
     except ValueError:
@@ -159,7 +159,7 @@ def is_codec(name: str, bits: int = 4) -> bool:
 
 
 def reads_bits(codec: str | Codec, bits: object = None) -> bool:
-    """Whether a codec takes bits; for a codec object, whether it has just these.
+    """Whether a codec takes bits; for a codec object, whether its width is exactly `bits`.
 
     Example:
         >>> reads_bits("adaptive"), reads_bits("raw"), reads_bits("unheard")
@@ -167,14 +167,14 @@ def reads_bits(codec: str | Codec, bits: object = None) -> bool:
     """
     if not isinstance(codec, str):
         return getattr(codec, "bits", 0) == bits
-    # What is no codec is refused for that.
+    # True for an unknown name: the caller then refuses the name, and not its bits.
     return not is_codec(codec) or has_choice(functools.partial(make_codec, codec))
 
 
 def configuration_of(codec: Codec) -> tuple[str, Configuration]:
-    """Returns the name of a codec, and its configuration without what it leaves to the rows.
+    """Returns the name of a codec, and its configuration without values that depend on the rows.
 
-    `codec_from(name, configuration, whole=False)` makes an equal one of them.
+    `codec_from(name, configuration, whole=False)` makes an equal codec from the two.
 
     Example:
         >>> configuration_of(make_codec("adaptive", bits=4))
@@ -186,11 +186,11 @@ def configuration_of(codec: Codec) -> tuple[str, Configuration]:
 
 
 def check_readable(codec: Codec) -> None:
-    """Checks that rows of a codec can be read again, by its name and configuration.
+    """Checks that a restore can make the codec again from its name and configuration.
 
     Raises:
-        OptionError: for a codec of the user's own, and for what is none; or if it needs a package
-            that is not installed.
+        OptionError: if the codec is one of the user's own or is no codec at all, or if it needs a
+            package that is not installed.
     """
     if isinstance(codec, type) or not callable(getattr(codec, "configuration", None)):
         raise OptionError(
