@@ -1,10 +1,10 @@
-"""Base of codecs: a pure, jit-able map from rows to fixed-width parts, and back; and `Raw`.
+"""Base of codecs, which map rows to fixed-width parts and back, and the codec `Raw`.
 
-A codec is a frozen, hashable value, so it can be a static argument of a jitted
-function. On disk it is a name and a configuration. Every part has one fixed width per
-row: rows of different saves can be concatenated, sliced and gathered without decoding.
-Rows that a codec cannot hold within its error bound are *escaped*: the caller stores
-them raw beside the parts and overwrites what `decode` returns for them.
+A codec is pure and jit-able. It is a frozen, hashable value, so it can be a static argument
+of a jitted function. On disk it is a name and a configuration. Every part has a fixed width
+per row, so rows of different saves can be concatenated, sliced and gathered without decoding.
+Rows that a codec cannot hold within its error bound are *escaped*: the caller stores them raw
+beside the parts and overwrites what `decode` returns for them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-# Values that JSON reads back as they were written.
+# Its values have only types that JSON reads back as they were written.
 Configuration = dict[str, int | float | str | list[float]]
-# What quantizers take.
+# Dtypes of rows that quantizers accept.
 DTYPES = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16))
-# Elements of a row up to which codecs state their error; expert weights may have millions.
+# The most elements of a row for which codecs state their error; expert weights may have millions.
 WIDEST = 1 << 16
 _FLOAT16_MAX = float(np.finfo(np.float16).max)
 
@@ -33,8 +33,8 @@ class Part(NamedTuple):
     Attributes:
         dtype: dtype of the array.
         width: elements per row; the array is `dtype[rows, width]`.
-        compression: of the array, whatever is asked for all; None: as is asked.
-        shared: whether it is stored with the rows of another leaf.
+        compression: compression of this array, whichever the other arrays get; None: the same.
+        shared: whether the array is stored with the rows of another leaf.
     """
 
     dtype: np.dtype
@@ -47,7 +47,7 @@ class Encoded(NamedTuple):
     """Encoded rows, a pytree.
 
     Attributes:
-        parts: name to `dtype[rows, width]`, as `Codec.parts` describes them.
+        parts: arrays `dtype[rows, width]` by their names, as `Codec.parts` describes them.
         escaped: bool[rows]; True where the parts do not hold the row. The parts of an
             escaped row are finite and decode to zeros.
     """
@@ -64,7 +64,7 @@ class Codec(Protocol):
     """The codec's name on disk."""
 
     def configuration(self) -> Configuration:
-        """Returns what, beside the name, is needed to make an equal codec again."""
+        """Returns the values that, with the name, suffice to make an equal codec again."""
         ...
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
@@ -80,8 +80,8 @@ class Codec(Protocol):
     ) -> jax.Array:
         """Returns `dtype[rows, dim]` from the parts. Jit-able.
 
-        The same parts give the same bits on every platform. Values of escaped rows are
-        of no meaning.
+        The same parts give the same bits on every platform. The values returned for escaped
+        rows have no meaning.
         """
         ...
 
@@ -99,21 +99,21 @@ class Dithering(Codec, Protocol):
         ...
 
     def encode(self, rows: jax.Array, keys: jax.Array | None = None) -> Encoded:
-        """Encodes `dtype[rows, dim]`: to nearest, or dithered by `keys`, see `row_keys`."""
+        """Encodes `dtype[rows, dim]` to the nearest codes, or dithered by `keys` (`row_keys`)."""
         ...
 
 
 def bytes_of(parts: Mapping[str, Part]) -> int:
-    """Returns the bytes of one encoded row, all parts together that are its own."""
+    """Returns the bytes of one encoded row, in all parts that are not shared."""
     own = (part for part in parts.values() if not part.shared)
     return sum(part.width * part.dtype.itemsize for part in own)
 
 
 def check_dtype(dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype of rows to be quantized.
+    """Returns the dtype of rows to be quantized, as `np.dtype`.
 
     Raises:
-        TypeError: if it is not float32, bfloat16 or float16.
+        TypeError: if the dtype is not float32, bfloat16 or float16.
     """
     dtype = np.dtype(dtype)
     if dtype not in DTYPES:
@@ -126,9 +126,9 @@ def check_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def rounded_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns float32 numbers in `dtype`, to nearest even, the finite ones finite.
+    """Returns float32 numbers rounded to `dtype`, to nearest even; finite ones stay finite.
 
-    Float32 numbers that the codecs read are below 2**116, which only float16 is short of.
+    Only float16 needs a clip: the float32 numbers that codecs decode to are below 2**116.
     """
     if dtype == np.float16:
         x = jnp.clip(x, -_FLOAT16_MAX, _FLOAT16_MAX)
@@ -137,9 +137,9 @@ def rounded_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """Stores rows as they are; the default for optimizer slots.
+    """Stores rows of any dtype as they are; the default for optimizer slots.
 
-    Takes any dtype. Nothing is computed, so nothing is flushed, quieted or rounded.
+    Nothing is computed, so no denormal is flushed, no NaN quieted and no number rounded.
 
     Example:
         >>> encoded = Raw().encode(jnp.array([[1.0, -0.0]]))
@@ -167,7 +167,7 @@ class Raw:
         """Returns the rows themselves.
 
         Raises:
-            ValueError: if the part is not `dtype[rows, dim]`; a conversion would not be
+            ValueError: if the part is not `dtype[rows, dim]`, as a conversion would not be
                 exact.
         """
         rows = parts["rows"]
