@@ -1,4 +1,4 @@
-"""The codec that keeps sign, exponent and eight bits of precision: half of float32."""
+"""Codec that keeps sign, exponent and eight bits of precision, in half the bytes of float32."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _INFINITY = 0x7F80
 class BFloat16:
     """Stores rows rounded to bfloat16, to nearest even; meant for optimizer slots.
 
-    Escaped are rows with an element that is not finite, or that rounding would make so.
+    A row is escaped if one of its elements is not finite, or would not be once it is rounded.
 
     **Error bound.** `|x - read(x)| <= 2**-8 |x|` for every element but float32 denormals,
     which are rounded to a multiple of 2**-133. Zeros keep their sign. Rows of float16
-    are rounded twice: add half an ulp of theirs.
+    are rounded twice, which adds half an ulp of float16.
 
     Example:
         >>> encoded = BFloat16().encode(jnp.array([[1.0, 0.1, -0.0]]))
@@ -61,13 +61,13 @@ class BFloat16:
             TypeError: if the rows are not float32, bfloat16 or float16.
         """
         check_dtype(rows.dtype)
-        # In integers: denormals are not flushed on any platform.
+        # Rounding is done on integers, so that no platform flushes denormals.
         bits = lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.uint32)
         if rows.dtype == jnp.bfloat16:
             upper = lax.bitcast_convert_type(rows, jnp.uint16)
         else:
             even = (bits >> 16) & 1
-            # A NaN may wrap around to zero: `bits` tells, before it is rounded.
+            # The sum may wrap a NaN around to zero, so `finite` below also looks at `bits`.
             upper = ((bits + 0x7FFF + even) >> 16).astype(jnp.uint16)
         finite = ((bits >> 16) & _INFINITY) != _INFINITY
         finite &= (upper & _INFINITY) != _INFINITY
@@ -82,7 +82,7 @@ class BFloat16:
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
-            ValueError: if the part has not `dim` columns.
+            ValueError: if the part does not have `dim` columns.
         """
         dtype = check_dtype(dtype)
         rows = jnp.asarray(parts["rows"])
