@@ -1,6 +1,6 @@
 """Choice of a codec by the name of an optimizer slot: `slot_codec="auto"`, or `"moments"`.
 
-Names are those of optax and of `cnr_jax.optim`; what is called otherwise is stored exactly.
+The names are those of optax and of `cnr_jax.optim`. Slots of other names are stored exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cnr_jax.rows.codecs.base import Codec, Raw
 from cnr_jax.rows.codecs.log import Log
 from cnr_jax.rows.codecs.moments import Octave, Unit
 
-# Sums or means of squares. Should one of these be negative after all, `Log` stores its row exactly.
+# Sums or means of squares. If an element is negative after all, `Log` escapes its row.
 ACCUMULATORS = frozenset(
     "sum_of_squares nu nu_max v v_row v_col e_g e_x lazy_nu accumulator accumulators".split()
 )
@@ -21,14 +21,14 @@ MOMENTA = frozenset("mu lazy_mu trace lazy_trace momentum velocity m".split())
 
 
 def slot_codec(name: str) -> Codec:
-    """The codec of a slot.
+    """The codec that `slot_codec="auto"` gives a slot.
 
     Args:
-        name: name of the slot, such as "opt_state/0/nu"; the last part that is known decides.
+        name: name of the slot, such as "opt_state/0/nu"; its last known part decides.
 
     Returns:
-        `Log(bits=16)` for accumulators of squares, which are off by at most 0.15 % then; 8 bits of
-        the default codec for momenta; `Raw()` for all else.
+        `Log(bits=16)` for accumulators of squares, with an error of at most 0.15 %; the default
+        codec with 8 bits for momenta; `Raw()` for all other slots.
 
     Example:
         >>> slot_codec("opt_state/0/sum_of_squares"), slot_codec("opt_state/0/count")
@@ -45,15 +45,15 @@ def slot_codec(name: str) -> Codec:
 
 
 def moments_codec(name: str, moment: Literal["mean", "squares"] | None) -> Codec:
-    """The codec of a slot of which differences are stored, if any is.
+    """The codec that `"moments"` gives a slot: one that stores differences, or else `Raw()`.
 
     Args:
         name: name of the slot, as in `slot_codec`.
-        moment: which of a pair of moments it is; None: of none.
+        moment: which of a pair of moments the slot is; None: it belongs to no pair.
 
     Returns:
-        `Unit()` and `Octave(places=2)` for pairs, `Octave(places=256)` for other accumulators,
-        which are off by at most 0.28 % then; `Raw()` for all else.
+        `Unit()` and `Octave(places=2)` for a pair; `Octave(places=256)` for other accumulators,
+        with an error of at most 0.28 %; `Raw()` for all other slots.
 
     Example:
         >>> moments_codec("opt_state/0/sum_of_squares", None), moments_codec("opt_state/0/mu", None)
