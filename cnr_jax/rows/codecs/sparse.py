@@ -1,6 +1,6 @@
-"""Rows of encoded parts where they lie: some of them taken, put, and added to.
+"""Rows of encoded parts that are read, replaced and added to in place, and sparse rows.
 
-Differences are mostly rows of zeros, of which there is nothing to do but to know where they are.
+Differences are mostly rows of zeros. `SparseRows` leaves those out and notes where the others are.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import numpy as np
 
 from cnr_jax import errors
 
-# Of rows that are added at once, while they are in the cache.
+# Bytes of rows that are added at once, so few that they stay in the processor's cache.
 _ADDED_BYTES = 1 << 17
 
 
 def items(rows: np.ndarray) -> np.ndarray:
-    """Rows as opaque items: numpy moves them whole, and never looks at numbers."""
+    """Views rows as opaque items, which numpy moves whole without looking at their numbers."""
     return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]
 
 
 def taken(rows: np.ndarray, at: np.ndarray | slice) -> np.ndarray:
-    """Some of the rows."""
+    """Returns the rows at some positions."""
     return items(rows)[at].view(rows.dtype).reshape(-1, rows.shape[1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Rows of integers, of which those of zeros are not there.
+    """Rows of integers, stored without the rows of zeros.
 
     Attributes:
-        count: of all rows.
-        at: those that are there, sorted.
-        values: of these, `[len(at), width]`, in their dtype or a narrower one.
+        count: number of all rows.
+        at: sorted positions of the stored rows.
+        values: the stored rows, `[len(at), width]`, in their dtype or a narrower one.
     """
 
     count: int
@@ -46,17 +46,17 @@ class SparseRows:
         return self.at.nbytes + self.values.nbytes
 
     def between(self, first: int, last: int) -> SparseRows:
-        """The rows from `first` to `last`."""
+        """The rows from `first` up to, but without, `last`."""
         a, b = np.searchsorted(self.at, (first, last)).tolist()
         return SparseRows(last - first, self.at[a:b] - first, self.values[a:b])
 
     def put(self, out: np.ndarray) -> None:
-        """Puts all rows into `[count, width]`."""
+        """Writes all rows, those of zeros too, into `out`, `[count, width]`."""
         out[...] = 0
         items(out)[self.at] = items(self.values.astype(out.dtype, copy=False))
 
     def put_elements(self, start: int, stop: int, out: np.ndarray) -> None:
-        """Puts elements `start` to `stop`, of all rows one after the other, into as many."""
+        """Writes elements `start` to `stop`, counted through all rows, into `out`, of that size."""
         width = self.values.shape[1]
         first, last = start // width, -(-stop // width)
         some, is_whole = self.between(first, last), not (start % width or stop % width)
@@ -67,10 +67,10 @@ class SparseRows:
 
 
 def joined_rows(parts: Sequence[SparseRows], width: int) -> SparseRows:
-    """Rows of so many elements, one after the other.
+    """Joins sparse rows of `width` elements, one part after the other.
 
     Raises:
-        FormatError: if some have others.
+        FormatError: if the rows of a part have another width.
     """
     for each in parts:
         if each.values.shape[1] != width:
@@ -87,18 +87,18 @@ def joined_rows(parts: Sequence[SparseRows], width: int) -> SparseRows:
 
 
 class RowsAt:
-    """Some rows of parts, each once.
+    """Selection of rows of encoded parts, each row at most once.
 
     Args:
-        parts: `[rows, width]` each, changed in place.
-        at: which of the rows.
+        parts: arrays `[rows, width]` by their names, changed in place.
+        at: positions of the selected rows.
     """
 
     def __init__(self, parts: Mapping[str, np.ndarray], at: np.ndarray | slice) -> None:
         self._parts, self._at = parts, at
 
     def take(self, name: str, some: np.ndarray | None = None) -> np.ndarray:
-        """Returns them, or some of them; not to be written to."""
+        """Returns the rows, or `some` of them, of a part; do not write to them."""
         return taken(self._parts[name], self._where(some))
 
     def put(
@@ -107,7 +107,7 @@ class RowsAt:
         rows: np.ndarray | SparseRows,
         some: np.ndarray | None = None,
     ) -> None:
-        """Puts others in their places, or in those of some of them."""
+        """Replaces the rows, or `some` of them, of a part by others."""
         room = self._parts[name]
         if isinstance(rows, np.ndarray):
             items(room)[self._where(some)] = items(rows)
@@ -117,7 +117,7 @@ class RowsAt:
         places[self._where(rows.at)] = items(values)
 
     def add(self, name: str, rows: np.ndarray | SparseRows) -> None:
-        """Adds others to them; what does not fit wraps round."""
+        """Adds other rows to those of a part; sums that overflow wrap round."""
         values, at = rows, self._at
         if isinstance(rows, SparseRows):
             values = rows.values
