@@ -1,4 +1,4 @@
-"""Uniform quantization of each row over a range about zero: the simplest of the paper's."""
+"""Uniform quantization of each row over a range about zero: the paper's simplest method."""
 
 from __future__ import annotations
 
@@ -29,18 +29,16 @@ class Symmetric(grids.OnGrid):
         x = scale * (q - (2**bits - 1) / 2)                   in float32,
 
     then clamped to the finite range of the table's dtype and rounded to it. The levels
-    lie on both sides of zero, none on it. Two bytes a row less than `Asymmetric`, and a
-    greater error wherever rows are not centred.
+    lie on both sides of zero; none is zero. A row takes two bytes less than with
+    `Asymmetric` and 16-bit metadata, and has a greater error unless it is centred on zero.
 
-    Escaped are rows with a non-finite element, and rows whose largest magnitude, other
-    than zero, is outside about [2**-100, 2**100] steps. A row of zeros is held exactly,
-    but for the sign of -0.0.
+    A row is escaped if it has a non-finite element, or if its step (see below) is outside
+    [2**-100, 2**100] and not zero. A row of zeros is held exactly, but for the sign of -0.0.
 
     **Error bound.** For a row that is not escaped, with
     `step = 2 * max|x| / (2**bits - 1)`, before the rounding to the table's dtype:
-    `|x - read(x)| <= 0.51 * step` for every element, dithered `1.01 * step`. Proof: that
-    of `Asymmetric`, where the offset is 0 and an end of the range is missed by the first
-    term alone.
+    `|x - read(x)| <= 0.51 * step` for every element, or `1.01 * step` if dithered. The proof
+    is that of `Asymmetric`; the offset is 0, so that d in (2) is the first term alone.
 
     Attributes:
         bits: width of a code.
@@ -83,7 +81,7 @@ class Symmetric(grids.OnGrid):
         x = rows.astype(jnp.float32)
         low, high, total, finite, zero = extremes(rows)
         far = jnp.maximum(-low, high)
-        # Halves: twice the largest magnitude may not be finite.
+        # Half the levels divide half the range, as twice the largest magnitude may overflow.
         scale = self._metadata.round_scale(far / (0.5 * (2**self.bits - 1)))
         grid = grids.Grid(scale, jnp.zeros_like(scale))
         held = self._metadata.usable(grid) & finite
@@ -99,7 +97,7 @@ class Symmetric(grids.OnGrid):
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
-            ValueError: if the codes have not the width that `dim` and `bits` give.
+            ValueError: if the codes do not have the width that `dim` and `bits` give.
         """
         dtype = check_dtype(dtype)
         codes = grids.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
