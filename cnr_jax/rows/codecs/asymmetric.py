@@ -1,8 +1,8 @@
 """Uniform quantization of each row over a range of its own, refined by least squares.
 
 Differs from Check-N-Run in:
-1. The range is not shrunk greedily (25 bins, two evaluations a move, see `Greedy`) but
-   refitted, see `refit`.
+1. The range is refitted by least squares (see `refit`), not shrunk greedily (25 bins, two
+   evaluations a move, see `Greedy`).
 2. Candidates are rounded to the stored metadata *before* they are judged, so the error
    that is minimised is the error after restoring.
 3. The offset is stored in steps, not in the units of the row.
@@ -37,10 +37,10 @@ class Asymmetric(grids.OnGrid):
     `scale` alone carries the magnitude: bfloat16 has the exponents of float32, while
     `offset` is a plain number of steps, for which float16 has the better precision.
 
-    Escaped, that is left to be stored exactly beside: rows with a non-finite element;
-    constant rows other than zero (hence every nonzero row of one element); rows whose
-    step is outside [2**-100, 2**100]; rows of denormals; rows whose middle is 1024
-    steps or more from zero (32768 with 32-bit metadata): their spread is below
+    Some rows are escaped, that is, left to the caller to store exactly: rows with a
+    non-finite element; constant rows other than zero (hence every nonzero row of one
+    element); rows whose step is outside [2**-100, 2**100]; rows of denormals; and rows whose
+    middle is 1024 steps or more from zero (32768 with 32-bit metadata), whose spread is below
     about 1 % of their value. A row of zeros is held exactly, but for the sign of -0.0.
 
     **Error bound.** For a row that is not escaped, of up to 65536 elements, with
@@ -54,8 +54,8 @@ class Asymmetric(grids.OnGrid):
 
     Proof. Let s, o be the stored scale and offset, L = 2**bits - 1, t = x/s - o + L/2.
 
-    (1) Where 0 <= t <= L the nearest code is at most half a step of size s away, and a
-        dithered one, which is one of the two neighbours of t, less than a whole one.
+    (1) Where 0 <= t <= L the nearest code is at most half a step of size s away. A dithered
+        code is one of the two neighbours of t, so it is less than a whole step away.
     (2) t leaves [0, L] by at most d = (L/2) |1 - step/s| + |o - (min + max)/(2 s)|.
         With 16-bit metadata (L <= 15) the first term is at most 7.5 * 2**-8 < 0.03, the
         second half a float16 ulp below 1024, 1/4; with 32 bits both are below 2**-9. So
@@ -66,8 +66,8 @@ class Asymmetric(grids.OnGrid):
         0.5 * 1.0040 + 0.001 and 0.5 + 0.01 steps, both <= 0.51 up to 2**-20; dithered
         1.0040 + 0.001 and 1 + 0.01 steps, both <= 1.01 up to 2**-20.
     (5) Other s, o are taken only if their summed squared error is smaller, as computed
-        in places t. These are exact to what (3) says, so the error of an element is, for
-        either of the two that are compared, and the root of the mean square of a row:
+        in places t. Places are exact to what (3) says. So is the error of an element on
+        either of the two grids compared, and the root of the mean square of a row:
         0.51 + 2 * 0.01. Beyond 512 columns and at 8 bits, the sum of dim terms is exact
         to dim * 2**-24 <= 2**-8 relative, which is half that in the root: below 0.533.
         Else the sum is a difference of others, of squared places up to 15.6**2 summed in
@@ -76,11 +76,11 @@ class Asymmetric(grids.OnGrid):
 
     Attributes:
         bits: width of a code.
-        refits: fits by least squares, each one pass over the rows: the first up to three
-            from a range of their own, further ones from where the best of these leads. 0 is
-            the plain asymmetric quantizer. None, which is not stored, see `at_dim`: as few,
-            by bits and columns (2 to 5), as bring the mean error of trained rows of 16 to
-            128 elements below that of the paper's search with 45 bins, and at 8 bits 3 %
+        refits: number of fits by least squares, each one pass over the rows. Up to three of
+            them start from a range of their own; further ones go on from the best. 0 is the
+            plain asymmetric quantizer. None is never stored: `at_dim` replaces it by the fewest
+            fits (2 to 5, by bits and columns) that bring the mean error of trained rows of 16
+            to 128 elements below that of the paper's search with 45 bins, and at 8 bits 3 %
             or more below that of the plain quantizer.
         metadata_bits: 16 (bfloat16 scale, float16 offset) or 32 (both float32). By
             default 16 up to 4 bits. 8 bits need 32: a bfloat16 scale would miss the
@@ -95,8 +95,8 @@ class Asymmetric(grids.OnGrid):
         >>> codec.decode(encoded.parts, dim=3, dtype=jnp.float32).tolist()
         [[0.0, 1.0, 3.0]]
 
-    Source: Check-N-Run (NSDI'22), asymmetric quantization per embedding vector; the
-    adaptive search is replaced by least squares, see the module.
+    Source: Check-N-Run (NSDI'22), asymmetric quantization per embedding vector; least
+    squares replace its adaptive search, see the module.
     """
 
     name: ClassVar[str] = "cnr.asymmetric"
@@ -111,7 +111,7 @@ class Asymmetric(grids.OnGrid):
             raise ValueError(f"refits is {self.refits}, expected 0 or more")
 
     def at_dim(self, dim: int) -> Asymmetric:
-        """Returns the codec with the `refits` that it makes of rows of `dim` elements.
+        """Returns the codec with `refits` set as it is used for rows of `dim` elements.
 
         Example:
             >>> [Asymmetric(bits=2).at_dim(dim).refits for dim in (16, 64, 128)]
@@ -126,7 +126,7 @@ class Asymmetric(grids.OnGrid):
         """Returns bits, refits and metadata_bits; reading needs all but refits.
 
         Raises:
-            ValueError: if `refits` are left to the columns.
+            ValueError: if `refits` is None, that is, left to the number of columns.
         """
         if self.refits is None:
             raise ValueError(f"{self} leaves refits to the columns, see at_dim")
@@ -139,8 +139,8 @@ class Asymmetric(grids.OnGrid):
 
         Args:
             rows: float32, bfloat16 or float16.
-            keys: uint32[rows], see `row_keys`: codes are dithered, over the whole range of a row;
-                None: they are the nearest.
+            keys: uint32[rows], see `row_keys`: codes are dithered over the whole range of a row.
+                None: each element gets the nearest code.
 
         Raises:
             TypeError: if the rows are not float32, bfloat16 or float16.
@@ -149,8 +149,8 @@ class Asymmetric(grids.OnGrid):
         given = grids.ranged(rows, levels, self._metadata)
         grid = given.grid
         refits = self.at_dim(rows.shape[1]).refits
-        # With keys not: what a range clips is put back by each restore, and a search that knew the
-        # keys would take the levels to which chance leads.
+        # Dithered codes are not refitted. Each restore would put back the elements that a narrower
+        # range clips, and a search that knew the keys would fit the levels to chance.
         if refits and keys is None:
             step = (given.high - given.low) / levels
             starts = _starts(given, step, refits, self.bits, self._metadata)
@@ -159,15 +159,15 @@ class Asymmetric(grids.OnGrid):
         return grids.encode(given, grid, self.bits, self._metadata, keys)
 
 
-# Up to how many columns 2, 3 and 4 fits are enough, by bits: the fewest whose mean error, of
-# trained rows of 16, 32, 64 and 128 columns, is below that of the greedy search with 45 bins
-# (at 2 bits and 16 columns two come to 1.003 of it, three to 0.993), and at 8 bits below 0.97
-# of that of plain quantization. What is for more columns goes on from there.
+# The most columns for which 2, 3 and 4 fits are enough, by bits. Enough is the fewest whose mean
+# error, of trained rows of 16, 32, 64 and 128 columns, is below that of the greedy search with 45
+# bins (at 2 bits and 16 columns two come to 1.003 of it, three to 0.993), and at 8 bits below 0.97
+# of that of plain quantization. Figures above 128 columns continue the series.
 _COLUMNS = {2: (0, 32, 64), 3: (16, 32, 64), 4: (32, 64, 128), 8: (64, 128, 256)}
 
-# Where a search starts, in steps inwards from the least and from the greatest element: their
-# mean over both ends at 64 columns, by how much it grows when columns double, and how far each
-# end is from the mean for two starts and for three. The best or close to it for rows as above.
+# Where a search starts, in steps inwards from the least and from the greatest element: the mean
+# of both ends at 64 columns, by how much it grows when columns double, and how far each end is
+# from the mean for two starts and for three. They are best, or nearly so, for the rows above.
 _INWARDS = {
     2: (0.49, 0.12, 0.12, 0.18),
     3: (0.45, 0.18, 0.165, 0.23),
@@ -184,7 +184,7 @@ def _starts(
     bits: int,
     metadata: grids.Metadata,
 ) -> grids.Grid:
-    """Returns grids over other ranges from which to search, at most three: [starts, rows]."""
+    """Returns the grids from which a search starts, at most three, each [starts, rows]."""
     mean, growth, of_two, of_three = _INWARDS[bits]
     doublings = min(math.log2(given.x.shape[1] / 64), _MOST_DOUBLINGS)
     mean = max(0.0, mean + growth * doublings)
