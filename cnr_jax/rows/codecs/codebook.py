@@ -1,7 +1,7 @@
-"""Codebook codec: one set of levels for all rows of a table, with a scale and offset a row.
+"""Codebook codec: one set of levels for all rows of a table, with a scale and offset per row.
 
-Where elements gather about the middle of their row's range, levels that lie closer there
-err less than equidistant ones, and a codebook in the configuration costs a row nothing.
+Where elements gather about the middle of their row's range, levels that are denser there err
+less than equidistant ones. The codebook is in the configuration, so it costs a row nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cnr_jax.rows.codecs.base import Configuration, Encoded
 from cnr_jax.rows.codecs.refit import refit
 
 _ITERATIONS = 100
-# The default levels are those of normal rows that reach so many standard deviations: the
+# Standard deviations that the normal rows of the default levels reach on either side: half the
 # mean range of 64 draws.
 _REACH = 2.4
 _DRAWS = 4096
@@ -32,15 +32,15 @@ _DRAWS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedCodebook(grids.OnGrid):
-    """Quantization to the nearest of 2**bits levels, the same ones for all rows.
+    """Quantization to the nearest of 2**bits levels, which all rows share.
 
     A row is stored as codes `q`, a `scale` and an `offset`, as by `Asymmetric`, and read as
 
         x = scale * (levels[q] + offset)                      in float32, in this order,
 
-    then clamped to the finite range of the table's dtype and rounded to it. Escaped are
-    the rows that `Asymmetric` escapes. Scale and offset are refined by least squares as
-    there.
+    then clamped to the finite range of the table's dtype and rounded to it. The rows that
+    `Asymmetric` escapes are escaped here too, and least squares refine scale and offset in
+    the same way.
 
     **Error bound.** With `step` as for `Asymmetric`, and `gap` the greater of half the
     largest distance of two neighbouring levels and the distance of the outer ones from
@@ -52,7 +52,7 @@ class SharedCodebook(grids.OnGrid):
         levels: 2**bits ascending float32 numbers, in steps from the middle of the range;
             see `fit`. By default those of Lloyd and Max for normal rows of some 64
             elements.
-        refits: fits by least squares, each one pass over the rows.
+        refits: number of fits by least squares, each one pass over the rows.
         metadata_bits: see `Asymmetric`.
 
     Example:
@@ -97,12 +97,12 @@ class SharedCodebook(grids.OnGrid):
     def fit(cls, rows: ArrayLike, bits: int) -> SharedCodebook:
         """Returns the codec with the levels of least squared error for a sample of rows.
 
-        Each row is brought to the range that levels have, and Lloyd's algorithm is run on
-        the elements of all.
+        Each row is scaled to the range of the levels, and Lloyd's algorithm is run on the
+        elements of all rows together.
 
         Args:
             rows: float[rows, dim]; rows that are constant or not finite are left out. A
-                few thousand rows do.
+                few thousand rows suffice.
             bits: width of a code.
 
         Raises:
@@ -122,7 +122,7 @@ class SharedCodebook(grids.OnGrid):
         return cls(bits=bits, levels=_lloyd(unit.ravel() * (2**bits - 1), bits))
 
     def configuration(self) -> Configuration:
-        """Returns all four, the levels as JSON has them; reading needs all but refits."""
+        """Returns all four fields, the levels as a list; reading needs all but refits."""
         levels = list(self._book.levels)
         return {**grids.OnGrid.configuration(self), "levels": levels}
 
@@ -143,7 +143,7 @@ class SharedCodebook(grids.OnGrid):
         place = given.x * factor[:, None] + shift[:, None]
         place = jnp.where(given.held[:, None], place, 0.0)
         packed = grids.pack(self._book.index(place).astype(jnp.uint8), self.bits)
-        # With scale 0, what is not below zero reads +0.0: no level is below -count / 2.
+        # Scale 0 times a number not below zero reads +0.0. No level is below -count / 2.
         metadata = grids.stored(grid, given.held, self._metadata, 0.5 * count)
         escaped = ~(given.held | given.zero)
         return Encoded({"codes": packed, **metadata}, escaped)
@@ -155,7 +155,7 @@ class SharedCodebook(grids.OnGrid):
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
-            ValueError: if the codes have not the width that `dim` and `bits` give.
+            ValueError: if the codes do not have the width that `dim` and `bits` give.
         """
         codes = grids.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
         return grids.read_stored(self._book.value(codes), parts, dtype)
@@ -168,7 +168,7 @@ class SharedCodebook(grids.OnGrid):
 
 @dataclass(frozen=True, slots=True)
 class _Book:
-    """Levels of any distances, in ascending order, as `refit` wants them."""
+    """Levels at any distances, in ascending order, in the form that `refit` takes."""
 
     levels: tuple[float, ...]
     middle: float = 0.0
@@ -182,12 +182,12 @@ class _Book:
         """Returns the number of the level nearest to a place in steps."""
         levels = np.array(self.levels, np.float32)
         # The search begins at the same bound for all elements. If XLA knew the bounds, it would
-        # look that one up while it compiles, for each element: minutes where chunks are large.
+        # look that bound up for each element while it compiles: minutes for large chunks.
         bounds = lax.optimization_barrier(jnp.asarray(0.5 * (levels[1:] + levels[:-1])))
         return jnp.searchsorted(bounds, place, method="scan_unrolled")
 
     def value(self, index: jax.Array) -> jax.Array:
-        """Returns levels by their numbers."""
+        """Returns the levels with these numbers, float32."""
         return jnp.asarray(self.levels, jnp.float32)[index]
 
     def nearest(self, place: jax.Array) -> jax.Array:
@@ -196,12 +196,12 @@ class _Book:
 
 
 def _lloyd(values: np.ndarray, bits: int) -> tuple[float, ...]:
-    """Returns 2**bits levels for values that are taken together, in float64."""
+    """Returns the 2**bits levels that Lloyd's algorithm finds for values, computed in float64."""
     values = np.sort(values)
     before = np.concatenate([[0.0], np.cumsum(values)])
     different = np.unique(values)
     starts = (np.arange(2**bits) + 0.5) / 2**bits
-    # Quantiles of the different values: no two levels start, or end, as one.
+    # Quantiles of the different values, so that no two levels start, or end, at the same value.
     levels = different[(starts * len(different)).astype(np.int64)]
     for _ in range(_ITERATIONS):
         bounds = 0.5 * (levels[1:] + levels[:-1])
