@@ -1,8 +1,8 @@
 """Adaptive asymmetric quantization by Check-N-Run's greedy search for a narrower range.
 
-Here for comparison, and for those who want the paper's numbers: `Asymmetric` with refits
-reaches its error at a small part of its time. Differs from the paper in what `Asymmetric`
-differs in under 2 to 4, and in one decision that the paper leaves open: `ratio` is the
+This codec is for comparison, and for those who want the paper's numbers: `Asymmetric` with
+refits reaches the same error in a small part of the time. Differs from the paper in points
+2 to 4 of `asymmetric.py`, and in one decision that the paper leaves open: `ratio` is the
 share of the range that the search may remove, as in PyTorch's
 `choose_qparams_optimized`, not the share that must remain.
 """
@@ -27,19 +27,19 @@ class Greedy(grids.OnGrid):
 
     The search starts from the least and the greatest element. Each move raises the low
     end or lowers the high end by 1/`bins` of the first range, whichever leaves the
-    smaller squared error; values outside are clipped. It always makes all its moves, and
-    the best range of all is kept, the first one included.
+    smaller squared error; values outside are clipped. The search always makes all its moves,
+    and keeps the best of all ranges, the first one included.
 
-    Stored and read as by `Asymmetric`, with the same metadata. The same rows are escaped
-    (a range that the metadata cannot hold is never the best one), and the bound of its
-    refits holds: `||x - read(x)||_2 <= 0.54 * step * sqrt(dim)`. Dithered codes are over the
+    Rows are stored and read as by `Asymmetric`, with the same metadata. The same rows are
+    escaped, as a range that the metadata cannot hold is never the best one. The bound for
+    refits holds: `||x - read(x)||_2 <= 0.54 * step * sqrt(dim)`. Dithered codes span the
     whole range, without a search.
 
     Attributes:
         bits: width of a code.
-        bins: moves that would use up the whole range, at least 1.
-        ratio: share of the range that may be removed, above 0 and up to 1; so the search
-            makes `int(bins * ratio)` moves of two evaluations each.
+        bins: number of moves that would use up the whole range, at least 1.
+        ratio: share of the range that may be removed, above 0 and up to 1. The search makes
+            `int(bins * ratio)` moves of two evaluations each, but at most `bins - 1`.
         metadata_bits: see `Asymmetric`.
 
     Example:
@@ -51,8 +51,8 @@ class Greedy(grids.OnGrid):
         0.24
         0.22
 
-    Source: Check-N-Run (NSDI'22), adaptive asymmetric quantization, whose operating point
-    the defaults are; the search is that of Guan et al., arXiv:1911.02079.
+    Source: Check-N-Run (NSDI'22), adaptive asymmetric quantization; the defaults are its
+    operating point, and the search is that of Guan et al., arXiv:1911.02079.
     """
 
     name: ClassVar[str] = "cnr.greedy"
@@ -80,7 +80,7 @@ class Greedy(grids.OnGrid):
         given = grids.ranged(rows, levels, self._metadata)
         if keys is not None:
             return grids.encode(given, given.grid, self.bits, self._metadata, keys)
-        # The last move that leaves no range at all is no candidate.
+        # A move that leaves no range at all is no candidate.
         moves = min(int(self.bins * self.ratio + 1e-9), self.bins - 1)
         grid = _search(given, moves, self.bins, levels, self._metadata)
         return grids.encode(given, grid, self.bits, self._metadata)
@@ -89,7 +89,7 @@ class Greedy(grids.OnGrid):
 def _search(
     given: grids.Ranged, moves: int, bins: int, levels: int, metadata: grids.Metadata
 ) -> grids.Grid:
-    """Returns the grid of least squared error on the way, [rows] each."""
+    """Returns the grid of least squared error that the search meets, its arrays [rows]."""
     dim = given.x.shape[1]
     x, low, high = in_lanes(given.x), given.low, given.high
     notch = (high - low) / bins
