@@ -39,9 +39,9 @@ from cnr_jax.rows.codecs.base import (
 from cnr_jax.rows.codecs.dither import thresholds
 from cnr_jax.rows.codecs.lanes import extremes, sums
 
-# A scale in here keeps all arithmetic of encode and decode among normal float32 numbers
-# (the smallest nonzero |q - mid + offset| is 2**-25), so platforms that flush denormals
-# and those that do not agree, and reciprocals do not underflow.
+# A scale within these keeps all arithmetic of encode and decode among normal float32 numbers
+# (the smallest nonzero |q - mid + offset| is 2**-25). So platforms that flush denormals agree
+# with those that do not, and reciprocals do not underflow.
 _MIN_SCALE = 2.0**-100
 _MAX_SCALE = 2.0**100
 # The smallest whole number of bytes that whole codes fill: {bits: (codes, bytes)}.
@@ -51,7 +51,7 @@ WIDTHS = tuple(_GROUPS)
 
 
 class Grid(NamedTuple):
-    """Scale and offset as they are stored, in float32: where the levels of a row are."""
+    """Scale and offset of rows, which place their levels: float32 with the values stored."""
 
     scale: jax.Array
     offset: jax.Array
@@ -65,40 +65,40 @@ class Metadata(NamedTuple):
     offset_limit: float
 
     def round_scale(self, scale: jax.Array) -> jax.Array:
-        """Returns scales that are stored exactly."""
+        """Returns scales rounded so that `scale_dtype` stores them exactly."""
         return _rounded(scale, self.scale_dtype)
 
     def round_offset(self, offset: jax.Array) -> jax.Array:
-        """Returns offsets that are stored exactly."""
+        """Returns offsets rounded so that `offset_dtype` stores them exactly."""
         return _rounded(offset, self.offset_dtype)
 
     def usable(self, grid: Grid) -> jax.Array:
-        """False also for NaN, which no comparison admits."""
+        """Whether scale and offset are within their limits; False also for NaN."""
         in_range = (grid.scale >= _MIN_SCALE) & (grid.scale <= _MAX_SCALE)
         return in_range & (jnp.abs(grid.offset) < self.offset_limit)
 
     def between(self, low: jax.Array, high: jax.Array, levels: int) -> Grid:
-        """Returns the grid whose first and last of `levels + 1` levels are nearest these."""
+        """Returns the grid of `levels + 1` levels whose ends are nearest to `low` and `high`."""
         scale = self.round_scale((high - low) / levels)
         return Grid(scale, self.round_offset((low + (high - low) * 0.5) / scale))
 
 
 def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     # Not a cast there and back: XLA may drop such a pair
-    # (`xla_allow_excess_precision`), and rows would be coded for metadata that is not
-    # what gets stored.
+    # (`xla_allow_excess_precision`), and rows would be coded for metadata other than
+    # what is stored.
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 class Judged(NamedTuple):
-    """A grid and the squared error of a row on it, in a unit of the row's own."""
+    """Grids of rows, and the squared error of each row on its grid, in a unit of the row's own."""
 
     error: jax.Array
     grid: Grid
 
     def or_better(self, other: Judged, metadata: Metadata) -> Judged:
-        """Returns per row the one of less error; NaN is never less."""
+        """Returns for each row the grid of less error, if usable; an error of NaN is never less."""
         better = metadata.usable(other.grid) & (other.error < self.error)
         return jax.tree.map(lambda a, b: jnp.where(better, b, a), self, other)
 
@@ -114,10 +114,10 @@ METADATA = {
 
 
 def checked_metadata_bits(bits: int, metadata_bits: int | None) -> int:
-    """Returns the bits of scale and offset, by default 16 where codes have up to 4.
+    """Returns the bits of scale and offset each, by default 16 where codes have up to 4 bits.
 
     Raises:
-        ValueError: if codes cannot have that many bits, or their metadata not.
+        ValueError: if codes cannot have `bits` bits, or their metadata not `metadata_bits`.
     """
     if bits not in WIDTHS:
         raise ValueError(f"bits is {bits}, expected one of {WIDTHS}")
@@ -137,7 +137,7 @@ class OnGrid:
 
     Attributes:
         bits: width of a code.
-        metadata_bits: how scale and offset are stored, set by `checked_metadata_bits`.
+        metadata_bits: width of scale and of offset, set by `checked_metadata_bits`.
     """
 
     __slots__ = ()
@@ -145,7 +145,7 @@ class OnGrid:
     metadata_bits: int | None
 
     def __post_init__(self) -> None:
-        # Resolved here, so that equal codecs compare, hash and compile as one.
+        # The default is resolved here, so that equal codecs compare, hash and compile as one.
         kind: Any = type(self)
         fields = {field.name: field.type for field in dataclasses.fields(kind)}
         counts = [name for name in fields if fields[name] in ("int", "int | None")]
@@ -165,8 +165,8 @@ class OnGrid:
     def configuration(self) -> Configuration:
         """Returns all fields of the codec, a dataclass; a new field changes what is stored.
 
-        Reading needs bits, metadata_bits and the levels of a codebook; what else there is
-        tells how codes were chosen.
+        Reading needs bits, metadata_bits and the levels of a codebook. Other fields only say
+        how the codes were chosen.
         """
         kind: Any = type(self)
         names = [field.name for field in dataclasses.fields(kind)]
@@ -195,7 +195,7 @@ class OnGrid:
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
-            ValueError: if the codes have not the width that `dim` and `bits` give.
+            ValueError: if the codes do not have the width that `dim` and `bits` give.
         """
         codes = unpack(jnp.asarray(parts["codes"]), self.bits, dim)
         centred = codes.astype(jnp.float32) - 0.5 * (2**self.bits - 1)
@@ -203,14 +203,14 @@ class OnGrid:
 
 
 class Ranged(NamedTuple):
-    """Rows and what is known of them before a grid is searched for.
+    """Rows and what is known of them before the search for a grid.
 
     Attributes:
         x: float32[rows, dim].
         low, high: least and greatest element, [rows].
         total: sum of the elements, [rows].
         grid: grid from the least to the greatest element.
-        held: whether that grid is within its limits and the row finite, [rows].
+        held: whether that grid is usable and the row finite, [rows].
         zero: whether all elements are zeros, [rows].
     """
 
@@ -224,7 +224,7 @@ class Ranged(NamedTuple):
 
 
 def ranged(rows: jax.Array, levels: int, metadata: Metadata) -> Ranged:
-    """Returns rows with the grid over the range of each."""
+    """Returns rows with their extremes, and for each row the grid over its whole range."""
     check_dtype(rows.dtype)
     low, high, total, finite, zero = extremes(rows)
     grid = metadata.between(low, high, levels)
@@ -239,17 +239,17 @@ def encode(
     metadata: Metadata,
     keys: jax.Array | None = None,
 ) -> Encoded:
-    """Returns the codes of rows on a grid; rows neither held nor zero are escaped.
+    """Returns the codes of rows on a grid; rows that are neither held nor zero are escaped.
 
     Args:
         given: the rows.
         grid: grid of their levels.
         bits: width of a code.
         metadata: dtypes of scale and offset.
-        keys: uint32[rows] of `row_keys`: codes are dithered; None: the nearest.
+        keys: uint32[rows] of `row_keys`, by which codes are dithered; None: the nearest codes.
     """
     levels = Even(2**bits - 1)
-    # Rows of zeros and escaped rows: with scale 0 a code above the middle reads +0.0.
+    # Rows of zeros and escaped rows have scale 0, with which a code above the middle reads +0.0.
     factor, shift = placing(grid, levels)
     factor = jnp.where(given.held, factor, 0.0)[:, None]
     shift = jnp.where(given.held, shift, float(levels.last))[:, None]
@@ -259,7 +259,7 @@ def encode(
         codes = levels.nearest(place)
     else:
         codes = levels.dithered(place, thresholds(keys, x.shape[1]))
-    # What is whole stays, and of other numbers, none below zero, the whole part is taken.
+    # The cast keeps whole numbers, and takes the whole part of dithered ones; none is below zero.
     packed = pack(codes.astype(jnp.uint8), bits)
     return Encoded(
         {"codes": packed, **stored(grid, given.held, metadata)},
@@ -270,7 +270,7 @@ def encode(
 def stored(
     grid: Grid, held: jax.Array, metadata: Metadata, other_offset: float = 0.0
 ) -> dict[str, jax.Array]:
-    """Returns the parts `scale` and `offset`; rows that are not held have the scale 0."""
+    """Returns the parts `scale` and `offset`; rows not held get scale 0 and `other_offset`."""
     scale = jnp.where(held, grid.scale, 0.0)
     offset = jnp.where(held, grid.offset, other_offset)
     return {
@@ -282,7 +282,7 @@ def stored(
 def read_stored(
     centred: jax.Array, parts: Mapping[str, jax.Array], dtype: DTypeLike
 ) -> jax.Array:
-    """Returns what codes about the middle, float32[rows, dim], read as."""
+    """Returns the rows, `dtype[rows, dim]`, from codes less the middle, float32[rows, dim]."""
     dtype = check_dtype(dtype)
     scale = jnp.asarray(parts["scale"]).astype(jnp.float32)
     offset = jnp.asarray(parts["offset"]).astype(jnp.float32)
@@ -291,7 +291,7 @@ def read_stored(
 
 
 class Levels(Protocol):
-    """Levels that codes stand for, on the way from elements to codes."""
+    """Levels that codes stand for, as a search needs them to code elements."""
 
     @property
     def last(self) -> int:
@@ -323,30 +323,30 @@ class Even(NamedTuple):
         return self._clipped(lax.round(place, lax.RoundingMethod.TO_NEAREST_EVEN))
 
     def dithered(self, place: jax.Array, h: jax.Array) -> jax.Array:
-        """Returns a number whose whole part is the code of a place; h in [0, 1), see `dither`."""
+        """Returns numbers whose whole parts are the codes of places; h in [0, 1), see `dither`."""
         return self._clipped(place + h)
 
     def _clipped(self, code: jax.Array) -> jax.Array:
-        # Not `jnp.clip`, which costs twice as much to pass NaN on.
+        # Not `jnp.clip`, which passes NaN on and so costs twice as much.
         code = jnp.where(code > self.last, float(self.last), code)
         return jnp.where(code < 0, 0.0, code)
 
 
 def placing(grid: Grid, levels: Levels) -> tuple[jax.Array, jax.Array]:
-    """Returns factor and shift that bring elements to their places on `levels`, in scales."""
-    # The barrier keeps the division per row: fused, it would run once per element.
+    """Returns factor and shift: `x * factor + shift` is the place of x on `levels`, in scales."""
+    # The barrier keeps the division to one per row: fused, it would run for each element.
     return lax.optimization_barrier((1.0 / grid.scale, levels.middle - grid.offset))
 
 
 def squared_errors(
     x: jax.Array, candidates: Sequence[Grid], dim: int, levels: Levels
 ) -> Sequence[jax.Array]:
-    """Returns the squared error of each row on each grid, in its scales, [rows].
+    """Returns the squared error of each row on each grid, in squared scales of the grid, [rows].
 
     Args:
         x: [rows, width], see `in_lanes`.
-        candidates: [rows] each. Two at a time: so many sums stay in registers.
-        dim: columns that count.
+        candidates: grids of arrays [rows]. Pass two at a time: their sums stay in registers.
+        dim: number of columns that count.
         levels: levels that codes stand for.
     """
     terms: list[jax.Array] = []
@@ -442,9 +442,9 @@ def _pad_columns(array: jax.Array, multiple: int) -> jax.Array:
 
 
 def _join(fields: jax.Array, dtype: DTypeLike, bits: int) -> jax.Array:
-    """Joins the last axis, fields of `bits` bits, lowest first, to one word each.
+    """Joins the fields of the last axis, of `bits` bits each, lowest first, into one word.
 
-    As a reduction: slices joined by `|` read well, but XLA computes whatever produces
+    It is a reduction: slices joined by `|` would read well, but XLA computes whatever produces
     the fields anew for each slice, which made 3 bits ten times slower.
     """
     dtype = np.dtype(dtype)
@@ -454,7 +454,7 @@ def _join(fields: jax.Array, dtype: DTypeLike, bits: int) -> jax.Array:
 
 
 def _spread(word: jax.Array, pieces: int, bits: int) -> jax.Array:
-    """Splits each word into `pieces` fields of `bits` bits, lowest first, in place."""
+    """Splits each word into `pieces` fields of `bits` bits, lowest first, which take its place."""
     shifts = np.arange(pieces, dtype=word.dtype) * np.array(bits, word.dtype)
     mask = np.array((1 << bits) - 1, word.dtype)
     rows, words = word.shape
