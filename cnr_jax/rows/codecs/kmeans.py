@@ -1,7 +1,7 @@
-"""K-means of the elements of each row: a codebook of its own for every row.
+"""K-means of the elements of each row, which gives every row a codebook of its own.
 
-The bar for error at few bits, at a price in time and in bytes: 2**bits values a row are
-stored beside its codes.
+It sets the bar for error at few bits, at a price in time and bytes: each row stores 2**bits
+values beside its codes.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from cnr_jax.rows.codecs import grid as grids
 from cnr_jax.rows.codecs.base import Encoded, Part
 from cnr_jax.rows.codecs.lanes import in_lanes, sums
 
-# 256 values for a row take more bytes than most rows.
+# Not 8 bits: 256 values for a row take more bytes than most rows.
 WIDTHS = (2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KMeans(grids.OnGrid):
-    """Quantization to the nearest of 2**bits values that a row has for itself.
+    """Quantization to the nearest of 2**bits values, which each row has for itself.
 
-    A row is stored as codes `q`, a `codebook` in ascending order, a `scale` and an
-    `offset`, the latter as by `Asymmetric`, and read as
+    A row is stored as codes `q`, a `codebook` in ascending order, and a `scale` and an
+    `offset` as by `Asymmetric`, and read as
 
         x = scale * (codebook[q] + offset)                    in float32, in this order,
 
-    then clamped to the finite range of the table's dtype and rounded to it. Escaped are
-    the rows that `Asymmetric` escapes.
+    then clamped to the finite range of the table's dtype and rounded to it. The rows that
+    `Asymmetric` escapes are escaped here too.
 
-    The values are found by Lloyd's algorithm, from two starts: quantiles of the row, and
-    the levels of `Asymmetric` without refits. The better one is kept.
+    Lloyd's algorithm finds the values from two starts: quantiles of the row, and the levels
+    of `Asymmetric` without refits. The better result is kept.
 
     **Error bound.** `||x - read(x)||_2 <= 0.54 * step * sqrt(dim)` as for the refits of
-    `Asymmetric`: from its levels no iteration makes the error greater, and rounding a
-    codebook to float16 moves its values, all below 8 steps, by 2**-9 steps at most.
+    `Asymmetric`: starting from its levels, no iteration makes the error greater, and rounding
+    a codebook to float16 moves its values, all below 8 steps, by 2**-9 steps at most.
 
     Attributes:
         bits: width of a code: 2, 3 or 4.
@@ -110,7 +110,7 @@ class KMeans(grids.OnGrid):
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
-            ValueError: if the codes have not the width that `dim` and `bits` give.
+            ValueError: if the codes do not have the width that `dim` and `bits` give.
         """
         codes = grids.unpack(jnp.asarray(parts["codes"]), self.bits, dim)
         book = jnp.asarray(parts["codebook"]).astype(jnp.float32)
@@ -121,7 +121,7 @@ class KMeans(grids.OnGrid):
 def _codebook(
     steps: jax.Array, levels: int, iterations: int, metadata: grids.Metadata
 ) -> jax.Array:
-    """Returns the better of two codebooks, as it is stored, float32[rows, 2**bits]."""
+    """Returns the better of two codebooks for each row, float32[rows, 2**bits], as stored."""
     dim = steps.shape[1]
     x = in_lanes(steps)
     places = (np.arange(levels + 1) + 0.5) / (levels + 1) * dim
@@ -150,7 +150,7 @@ def _lloyd(x: jax.Array, book: jax.Array, dim: int) -> jax.Array:
     counts = [each.astype(jnp.float32) for each in above]
     members = sums(dim, jnp.ones_like(x), *counts)
     totals = sums(dim, x, *(jnp.where(each, x, 0.0) for each in above))
-    # Of elements above a bound; what is above the next one belongs to the next value.
+    # Both count the elements above each bound. Those above the next bound belong to the next value.
     members, totals = (
         -jnp.diff(jnp.stack(found, axis=1), axis=1, append=0.0)
         for found in (members, totals)
