@@ -1,9 +1,9 @@
 """Reductions over rows, taken in lanes, and other loops: where quantizers spend their time.
 
 XLA's CPU backend keeps the lanes in vector registers, and computes all reductions of a
-call in one loop; one for each would compute anew what their terms have in common, and one
-over the last axis would run element by element. Measured 2 to 3 times faster for two to
-four sums; more no longer fit into registers.
+call in one loop. A loop for each reduction would compute anew what their terms have in common,
+and one over the last axis would run element by element. Lanes were measured 2 to 3 times faster
+for two to four sums; more sums no longer fit into registers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 def in_lanes(rows: jax.Array) -> jax.Array:
-    """Returns rows with as many zeros after them as fill the last lanes."""
+    """Returns rows padded with zeros to a whole number of lanes."""
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % LANES)))
 
 
@@ -31,9 +31,9 @@ def sums(dim: int, *terms: jax.Array) -> Terms:
     """Returns the sum of each term over each row, [rows].
 
     Args:
-        dim: columns that count; those that `in_lanes` added do not.
-        terms: [rows, width], all finite in those columns. One that is summed alone is
-            slower than two.
+        dim: number of columns that count; those that `in_lanes` added do not.
+        terms: [rows, width] each, finite in the added columns too. One term alone takes
+            longer than two.
     """
     zeros = (0.0,) * len(terms)
     return _reduce(
@@ -44,11 +44,11 @@ def sums(dim: int, *terms: jax.Array) -> Terms:
 
 
 def in_one_loop(values: _T) -> _T:
-    """Returns a tree of float32[rows] as it is, but -0.0 as 0.0.
+    """Returns a tree of float32[rows] unchanged, except that -0.0 becomes 0.0.
 
     XLA's CPU backend has a loop for each array that it writes, and computes anew in each
-    what they have in common. A reduction is the only one that writes several: here one of
-    two terms, the second of which is zero. Where that is not so it is one small loop more.
+    what the arrays have in common. Only the loop of a reduction writes several arrays: here
+    one over two terms, the second of which is zero. Other backends run one small loop more.
     """
     arrays, tree = jax.tree.flatten(values)
     rows = arrays[0].shape[0]
@@ -63,13 +63,13 @@ def in_one_loop(values: _T) -> _T:
 
 
 class Extremes(NamedTuple):
-    """Extremes of each row, from one pass, [rows].
+    """Extremes of each row and more that one pass over the rows finds; all are [rows].
 
     Attributes:
-        low, high: least and greatest element; of a row that is not finite of no meaning.
-        total: the sum.
-        finite: False also where the sum is not, though all elements are.
-        zero: whether all elements are zeros; denormals are none.
+        low, high: least and greatest element; without meaning for a row that is not finite.
+        total: sum of the elements.
+        finite: whether the sum is finite; it may overflow although all elements are finite.
+        zero: whether all elements are zeros; denormals are not zeros.
     """
 
     low: jax.Array
@@ -82,13 +82,13 @@ class Extremes(NamedTuple):
 def extremes(rows: jax.Array) -> Extremes:
     """Returns range and sum of each row of float[rows, dim].
 
-    That a row is finite is read off its sum: whether extremes pass NaN on is the compiler's
-    choice. That it is zero is read off its bits, as where denormals are flushed they compare
+    The sum tells whether a row is finite, as the compiler chooses whether extremes pass NaN
+    on. The bits tell whether a row is zero: where a platform flushes denormals, these compare
     equal to zero.
     """
 
     def meet(a: Terms, b: Terms) -> Terms:
-        # Not `lax.min`, which passes NaN on at twice the cost.
+        # Not `lax.min`, which passes NaN on and so costs twice as much.
         low = jnp.where(a[0] < b[0], a[0], b[0])
         high = jnp.where(a[1] > b[1], a[1], b[1])
         return [low, high, a[2] + b[2], a[3] | b[3]]
@@ -99,7 +99,7 @@ def extremes(rows: jax.Array) -> Extremes:
     x, bits = (jnp.pad(a, fill, mode="edge") for a in (rows.astype(jnp.float32), bits))
     terms = [x, x, *_weighted(width, x), bits]
     low, high, total, bits = _reduce(terms, (np.inf, -np.inf, 0, 0), meet)
-    # What is shifted out is the sign.
+    # The shift drops the sign, so that -0.0 is zero too.
     return Extremes(low, high, total, jnp.isfinite(total), (bits << 1) == 0)
 
 
