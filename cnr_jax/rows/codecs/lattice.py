@@ -1,17 +1,17 @@
 """Lattice of a table: rows as integers on one step, of which later saves store differences.
 
-All elements of a table are multiples of one *step*, chosen at a full save from a sample of its
-rows so that their mean error is that of `adaptive` codes of 2, 3, 4 or 8 bits. A row that is much
+All elements of a table are multiples of one *step*. A full save chooses it from a sample of the
+rows, so that their mean error is that of `adaptive` codes of 2, 3, 4 or 8 bits. A row that is much
 smaller than most has a finer scale: the step is halved up to seven times. So a row is a vector of
 integers, and some saves later a vector of nearly the same integers. A save stores the difference to
-what it rests on, modulo the 256 (at 8 bits 65,536) values that an integer has: differences add up
-without a rounding and without an overflow, however many there are.
+its parent, modulo the 256 (at 8 bits 65,536) values that an integer has. So any number of
+differences add up without rounding and without overflow.
 
-A step has 8 significant bits and an integer 7 (at 8 bits 15), so their product is exact in float32:
-a row has the same bits on all platforms, fused with whatever follows or not.
+A step has 8 significant bits and an integer 7 (at 8 bits 15), so their product is exact in float32.
+So a row has the same bits on all platforms, whether or not the product is fused with what follows.
 
-Differs from Check-N-Run in: one step for a table in the place of a range for each row, which with
-entropy coding (`packed.py`) takes fewer bits for the same error, also without differences.
+Differs from Check-N-Run in: one step for a table takes the place of a range for each row. With
+entropy coding (`packed.py`) that takes fewer bits for the same error, also without differences.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from cnr_jax.rows.codecs.sparse import RowsAt, SparseRows
 # Rows of a table from which its step is chosen.
 SAMPLE_ROWS = 1 << 14
 _HALVINGS = 7
-# Rows with more than so many times the median error do not count where a step is chosen.
+# Rows with more than this many times the median error do not count in the choice of a step.
 _FAR = 16.0
-# Products of integers and steps between these, halved or not, are normal numbers.
+# Products of integers and steps within these bounds, halved or not, are normal numbers.
 _SMALLEST, _LARGEST = 2.0**-100, 2.0**100
 
 Parts = Mapping[str, np.ndarray]
-# Parts of rows that are added, without those of zeros where they are stored so.
+# Parts of rows to be added to the rows below; those that are stored sparse lack rows of zeros.
 Layer = Mapping[str, np.ndarray | SparseRows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lattice:
-    """Integers on one step for a table, as differences to those of the save below.
+    """Integers on one step for a table, stored as differences to those of the parent.
 
-    Args of `encode` and `decode` are those of other codecs. Parts are `integers`, packed, and
-    `scale`, the step of each row: that of its table, halved for small rows. Escaped are rows that
-    are not finite, that reach beyond the integers, or that are too small for seven halvings; their
-    integers are zeros.
+    `encode` and `decode` take the same arguments as those of other codecs. The parts are
+    `integers`, packed, and `scale`, the step of each row: that of its table, halved for small rows.
+    A row is escaped if it is not finite, reaches beyond the integers, or is too small for seven
+    halvings; its integers are zeros.
 
     **Error bound.** For a row that is not escaped, before the rounding to the table's dtype:
-    `|x - read(x)| <= 0.51 * scale` for every element, dithered `1.01 * scale`. The scale is at most
-    `max|x| / (2**(bits - 2) - 0.5)`: at 4 bits 2.2 times the step of a range of the row's own.
+    `|x - read(x)| <= 0.51 * scale` for every element, or `1.01 * scale` if dithered. The scale is
+    at most `max|x| / (2**(bits - 2) - 0.5)`: at 4 bits 2.2 times the step of `Symmetric`.
 
     Attributes:
-        bits: the mean error of rows is that of `adaptive` codes of so many bits.
+        bits: width of the `adaptive` codes whose mean error the rows have: 2, 3, 4 or 8.
 
     Example:
         >>> encoded = Lattice(bits=4).encode(jnp.array([[0.5, -1.0, 0.25, 1.0]]))
@@ -84,7 +84,7 @@ class Lattice:
             raise ValueError(f"bits is {self.bits}, expected 2, 3, 4 or 8")
 
     def configuration(self) -> Configuration:
-        """Returns bits: reading needs to know whether integers have 8 or 16 bits."""
+        """Returns bits, which tell a reader whether integers have 8 or 16 bits."""
         return {"bits": self.bits}
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
@@ -107,7 +107,7 @@ class Lattice:
         """Returns the step at which rows have the mean error of `adaptive` codes. Jit-able.
 
         Args:
-            rows: float[rows, dim], of which those that are not finite do not count.
+            rows: float[rows, dim]; rows that are not finite do not count.
         """
         dim = rows.shape[1]
         adaptive = Asymmetric(bits=self.bits).at_dim(dim)
@@ -120,13 +120,14 @@ class Lattice:
         kept = (off > 0) & (off <= _FAR * typical)
         wanted = _mean(off, kept)
         step = jnp.maximum(wanted * np.float32((12 / dim) ** 0.5), _SMALLEST)
-        # Errors fill a step evenly only where rows reach over many; and some rows are finer.
+        # A correction: errors fill a step evenly only where rows span many steps, and some rows
+        # have a finer scale.
         on = self.encode_on(rows, step)
         read = self.decode(on.parts, dim=dim, dtype=np.float32)
         off = jnp.where(kept, jnp.linalg.norm(x - read, axis=1), 0)
         found = _mean(off, kept & ~on.escaped)
         step = jnp.where(found > 0, step * wanted / found, step)
-        # Of rows that are of one value each: a range about zero.
+        # Where every row has one value throughout, the step comes from a range about zero.
         wide = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0.0)
         wide = jnp.where(wide > 0, wide / (0.5 * (2**self.bits - 1)), 1.0)
         step = jnp.where(kept.any(), step, wide)
@@ -134,11 +135,11 @@ class Lattice:
         return bounded.astype(jnp.bfloat16).astype(jnp.float32)
 
     def encode(self, rows: jax.Array, keys: jax.Array | None = None) -> Encoded:
-        """Encodes float[rows, dim] as a table of their own; the class says what is escaped.
+        """Encodes float[rows, dim] as a table of its own; the class says which rows are escaped.
 
         Args:
             rows: float32, bfloat16 or float16.
-            keys: uint32[rows], see `row_keys`: integers are dithered; None: the nearest.
+            keys: uint32[rows], see `row_keys`: integers are dithered; None: they are the nearest.
 
         Raises:
             TypeError: if the rows are not float32, bfloat16 or float16.
@@ -149,14 +150,14 @@ class Lattice:
     def encode_on(
         self, rows: jax.Array, step: jax.Array, keys: jax.Array | None = None
     ) -> Encoded:
-        """Encodes as `encode` does, on a step that is given: one, or float32[rows].
+        """Encodes rows as `encode` does, on a given step: one for all rows, or float32[rows].
 
         Where an element is halfway between two integers, platforms may choose differently.
         """
         low, high, _, finite, zero = extremes(rows)
         places = jnp.maximum(-low, high) / step
-        # At 4 bits the largest integer of a row is 4 or more: its scale is at most twice that of
-        # a range of its own.
+        # At 4 bits the largest integer of a row is 4 or more, so its scale is at most about twice
+        # that of a range about zero of its own.
         least = np.float32(2 ** (self.bits - 2) - 0.5)
         finer = [(places * 2.0**n < least).astype(jnp.int32) for n in range(_HALVINGS)]
         halvings = jnp.where(zero, 0, sum(finer))
@@ -183,14 +184,14 @@ class Lattice:
         """
         del dim
         dtype = check_dtype(dtype)
-        # Exact, so that no platform and no fusion rounds it in another way.
+        # The product is exact, so no platform and no fusion rounds it in another way.
         rows = jnp.asarray(parts["integers"]).astype(jnp.float32)
         return rounded_to(rows * jnp.asarray(parts["scale"]), dtype)
 
-    # On the host, where layers are: the save below, and the one that rests on it.
+    # The methods below run on the host, on numpy arrays of the parent and of the save on top.
 
     def difference(self, parts: Parts, below: Parts) -> dict[str, np.ndarray]:
-        """What is to be added to the integers below so that those of `parts` come out."""
+        """Returns `parts` with the integers that `add` adds to those below to get `parts` back."""
         integers, scale, before = below["integers"], parts["scale"], below["scale"]
         if len(moved := _moved(before, scale)):
             integers = integers.copy()
@@ -198,7 +199,7 @@ class Lattice:
         return {**parts, "integers": parts["integers"] - integers}
 
     def add(self, layer: Layer, rows: RowsAt) -> None:
-        """Makes the parts of rows of what lies there, given differences to it."""
+        """Turns the parts below, in place, into those of the save whose differences are given."""
         scale, before = layer["scale"], rows.take("scale")
         assert isinstance(scale, np.ndarray)
         if len(moved := _moved(before, scale)):
@@ -214,21 +215,21 @@ def _mean(values: jax.Array, kept: jax.Array) -> jax.Array:
 
 
 def _power(exponents: jax.Array) -> jax.Array:
-    """2 to the power of small integers, exactly: `exp2` need not be."""
+    """Returns 2 to the power of small integers, exactly, which `exp2` does not promise."""
     return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
 
 
 def _moved(before: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Rows that have another scale than below."""
+    """Returns the positions of rows whose scale differs from the one below."""
     return np.flatnonzero(before[:, 0] != scale[:, 0])
 
 
 def _rescaled(
     integers: np.ndarray, before: np.ndarray, scale: np.ndarray
 ) -> np.ndarray:
-    """Integers as they are on another scale, half as fine or twice as fine any number of times."""
+    """Returns integers on another scale, which is finer or coarser by a power of two."""
     finer = np.log2(before / scale).astype(np.int32)
     wide = integers.astype(np.int32)
     up, down = np.maximum(finer, 0), np.maximum(-finer, 0)
-    # Halves are rounded up. What does not fit wraps round, here as when it was taken away.
+    # Halves are rounded up. Overflows wrap round, both where a difference is taken and added.
     return (((wide << up) + (1 << down >> 1)) >> down).astype(integers.dtype)
