@@ -1,7 +1,7 @@
-"""Codes in the logarithm, for what is never negative: accumulators of squares.
+"""Logarithmic codes for elements that are never negative: accumulators of squares.
 
-An accumulator is divided by, under a root, so what counts is its error relative to
-itself, and elements of one row may be many powers of ten apart.
+Optimizers divide by the root of an accumulator. So its relative error is what counts, and
+the elements of one row may be many powers of ten apart.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LAST_PLACE = 254 * _PER_OCTAVE - 1
 _MANTISSA_BITS = 23
 _ONE = 127 << _MANTISSA_BITS
 _LEAST_NORMAL = 1 << _MANTISSA_BITS
-# Of 2**(i / 256) in [1, 2), rounded to float32. In a table, because an exponential is not
-# the same on all platforms.
+# Bits of 2**(i / 256), in [1, 2), rounded to float32. It is a table because platforms compute
+# exponentials differently.
 _TABLE = np.exp2(np.arange(_PER_OCTAVE) / _PER_OCTAVE).astype(np.float32).view(np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Stores elements that are never negative by their logarithms, zero exactly.
+    """Stores elements that are never negative as logarithms; zero is exact.
 
     A place `p` stands for
 
@@ -48,9 +48,9 @@ class Log:
 
     With 16 bits a code is 0 for zero, else `p + 1`. With 8 bits a row has a greatest place
     `top` and a `stride`; a code is 0 for zero, else stands for
-    `p = max(0, top - (255 - code) * stride)`. What it reads is rounded to the table's dtype.
+    `p = max(0, top - (255 - code) * stride)`. Decoded values are rounded to the table's dtype.
 
-    Escaped are rows with an element that is negative, not finite, above 2**127.99, or a
+    A row is escaped if one of its elements is negative, not finite, above 2**127.99, or a
     float32 denormal. -0.0 reads as +0.0.
 
     **Error bound.** `|x - read(x)| <= (2**((stride / 2 + 0.02) / 256) - 1) x` before the
@@ -88,7 +88,7 @@ class Log:
         return {"bits": self.bits}
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
-        """Returns `codes` (uint8 or uint16), with 8 bits `top` and `stride` (uint16).
+        """Returns `codes` (uint8 or uint16), and with 8 bits also `top` and `stride` (uint16).
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
@@ -110,7 +110,8 @@ class Log:
         bits = lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.int32)
         zero = (bits & np.iinfo(np.int32).max) == 0
         place = _place(bits)
-        # Integers: a negative element has a negative one, infinity and NaN the greatest.
+        # The bits, as integers, are negative for negative elements, and greatest for infinity and
+        # NaN.
         within = (bits >= _LEAST_NORMAL) & (lax.round(place) <= _LAST_PLACE)
         within &= bits < 255 << _MANTISSA_BITS
         held = jnp.all(zero | within, axis=1, keepdims=True)
@@ -137,7 +138,7 @@ class Log:
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
-            ValueError: if there are not `dim` codes a row.
+            ValueError: if a row does not have `dim` codes.
         """
         dtype = check_dtype(dtype)
         codes = jnp.asarray(parts["codes"]).astype(jnp.int32)
@@ -150,7 +151,7 @@ class Log:
                 jnp.asarray(parts[name]).astype(jnp.int32) for name in ("top", "stride")
             )
             place = top - (255 - codes) * stride
-        # What no encoder writes must not read as another number of another platform.
+        # Codes that no encoder writes must still read as the same number on every platform.
         place = jnp.clip(place, 0, _LAST_PLACE)
         octave = (place // _PER_OCTAVE - 126) << _MANTISSA_BITS
         bits = jnp.asarray(_TABLE)[place % _PER_OCTAVE] + octave
@@ -160,7 +161,7 @@ class Log:
 
 
 def _place(bits: jax.Array) -> jax.Array:
-    """Returns the place, not rounded, of numbers given by their bits; float32."""
+    """Returns the unrounded places of float32 numbers, given by their bits; float32."""
     octave = (bits >> _MANTISSA_BITS) - 1
     mantissa = lax.bitcast_convert_type(
         (bits & (_LEAST_NORMAL - 1)) | _ONE, jnp.float32
