@@ -1,17 +1,17 @@
-"""Moments of gradients as integers: squares by their logarithms, means by the roots of these.
+"""Moments of gradients as integers: squares as logarithms, means in parts of the squares' roots.
 
 Adam keeps two slots as large as the table: a mean of gradients (*mu*) and one of their squares
-(*nu*). It moves all elements of both in each step, so that their bits never stay; but what they
-are to training does. nu is divided by, under a root, so what counts is its size: `Octave` numbers
-it by *places* on a logarithmic scale. In a save a row has its places relative to its *centre*, and
-where a gradient is missing nu decays as all others do: its centre moves, and its integers stay.
-mu is at most a few times the root of nu, and has long come to zero where there was no gradient:
-`Unit` counts it in eighths of that root, as it is read. So rows that training has left alone are
-zeros, of which `packed.py` makes next to nothing.
+(*nu*). It moves all elements of both in each step, so their bits always change, although what they
+mean to training may not. Adam divides by the root of nu, so only the size of nu counts: `Octave`
+numbers it by *places* on a logarithmic scale. A save stores the places of a row relative to its
+*centre*. A row without a gradient decays as all others do: its centre moves, its integers stay.
+mu is at most a few times the root of nu, and has long decayed to zero where there was no gradient:
+`Unit` counts it in eighths of that root, as a restore reads it. So rows that training has left
+alone are zeros, which `packed.py` packs into next to nothing.
 
-Nothing of the optimizer is needed to read: how far centres moved is stored, not computed.
+A reader needs nothing of the optimizer: how far centres moved is stored, not computed.
 
-Differs from Check-N-Run in: it treats the slots of sparse optimizers alone, and as rows of tables.
+Differs from Check-N-Run in: that treats only the slots of sparse optimizers, and as table rows.
 """
 
 from __future__ import annotations
@@ -44,41 +44,42 @@ _ONE = 127 << _MANTISSA_BITS
 _LEAST_NORMAL = 1 << _MANTISSA_BITS
 # Octaves of normal float32 numbers.
 _LOWEST, _HIGHEST = -126, 127
-# Roots have so many bits that times an integer of 7 they are exact in float32.
+# Bits of a root: its product with an integer of 7 bits is exact in float32.
 _ROOT_BITS = 16
-# Where nu reads as zero, mu does up to here: over the least root that is divided by, Adam's
-# epsilon of 1e-8, it moves an element by a ten thousand millionth of the rate.
+# Where nu reads as zero, mu up to this size does too. Divided by Adam's epsilon of 1e-8, the least
+# divisor, such a mu moves an element by a ten thousand millionth of the rate.
 _NO_MEAN = 2.0**-60
-# Roots below are of gradients that are well below one; and so many elements tell what they are of.
+# Roots below the first are of gradients well below one. It takes the second number of elements to
+# tell whether roots are of squares.
 _SMALL_ROOT, _LEAST_BESIDE = 0.1, 64
-# What is found of elements, and then of rows.
+# Flags of elements, and of the rows that have such elements.
 _BAD, _KNOWN, _FAR = 1, 2, 4
-# Further than all places.
+# A number beyond all places.
 _BEYOND = 1 << 30
-# Values that are told apart by comparisons.
+# The most values that are looked up by comparisons.
 _FEW = 8
-# Rows whose motion tells how far centres move, and places that they move at most.
+# Rows in the sample that shows how far centres move, and the most places that they move.
 _SHIFT_ROWS, _SHIFTS = 512, 512
-# A prime by which places of rows are multiplied.
+# A prime: its multiples, modulo the number of rows, pick the rows of a sample.
 _SPREAD = 2_654_435_761
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Octave:
-    """Numbers elements that are never negative by their logarithms, zero exactly.
+    """Stores elements that are never negative as integer logarithms; zero is exact.
 
     An element is stored as an integer `q`: 0 for zero, else it has the place
-    `p = centre + q - (q > 0)` and stands for `2**(p / places)`. The centre is one of each row,
-    which rows of a single element do not have: it is 0.
+    `p = centre + q - (q > 0)` and stands for `2**(p / places)`. Each row has one centre; it is 0,
+    and is not stored, where rows have a single element.
 
     **Error bound.** To nearest, `|x - read(x)| <= (2**(0.52 / places) - 1) x`: 20 % at 2 places,
-    0.15 % at 256. Encoded over what lies below, a row none of whose elements is further than one
-    place from what is read there, decayed as most are, keeps it: 42 %, 0.28 %. Elements below
-    2**-126 read as zero. Escaped are rows that have an element that is negative or not finite,
+    0.15 % at 256. A row that is encoded over the integers below keeps them if no element is further
+    than one place from what they read as, decayed as most are: 42 %, 0.28 %. Elements below
+    2**-126 read as zero. A row is escaped if one of its elements is negative or not finite,
     rounds to 2**128, or is 2**15 places from its centre.
 
     Attributes:
-        places: to an octave: a power of two up to 256.
+        places: number of places in an octave: a power of two up to 256.
 
     Example:
         >>> encoded = Octave(places=2).encode(jnp.array([[0.0, 0.5, 1.0, 8.0]]))
@@ -100,7 +101,7 @@ class Octave:
         return {"places": self.places}
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
-        """Returns `integers` and, unless rows have one element, `centre`.
+        """Returns `integers` and, unless rows have a single element, `centre`; all are int16.
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
@@ -109,7 +110,7 @@ class Octave:
         return _places_parts(dim, "integers")
 
     def encode(self, rows: jax.Array) -> Encoded:
-        """Encodes float[rows, dim] on nothing; the class says which rows are escaped.
+        """Encodes float[rows, dim] with no rows below; the class says which rows are escaped.
 
         Raises:
             TypeError: if the rows are not float32, bfloat16 or float16.
@@ -120,12 +121,12 @@ class Octave:
     def encode_on(
         self, rows: jax.Array, below: jax.Array, centre: jax.Array
     ) -> Encoded:
-        """Encodes rows so that they differ little from what lies below them.
+        """Encodes rows so that they differ little from the rows below them.
 
         Args:
-            rows: float32, bfloat16 or float16.
-            below: int16[rows, dim], the integers of these rows there; zeros where there are none.
-            centre: int16[rows, 1], their centres.
+            rows: float32, bfloat16 or float16, [rows, dim].
+            below: int16[rows, dim], the integers of the rows below; zeros where there are none.
+            centre: int16[rows, 1], the centres of the rows below.
         """
         check_dtype(rows.dtype)
         some = _some(len(rows))
@@ -174,16 +175,16 @@ class Octave:
         return rounded_to(_power(integers, parts.get("centre"), self.places), dtype)
 
     def difference(self, parts: Parts, below: Parts) -> dict[str, np.ndarray]:
-        """What is to be added to what lies below so that `parts` come out."""
+        """Returns what `add` adds to the parts below to get `parts` back."""
         return {name: part - below[name] for name, part in parts.items()}
 
     def add(self, layer: Layer, rows: RowsAt) -> None:
-        """Makes the parts of rows of what lies there, given differences to it."""
+        """Turns the parts below, in place, into those of the save whose differences are given."""
         for name, part in layer.items():
             rows.add(name, part)
 
     def _placed(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Places, not rounded, which elements are zeros, and which have none."""
+        """Returns unrounded places, which elements are zeros, and which have no place."""
         bits = lax.bitcast_convert_type(rows.astype(jnp.float32), jnp.int32)
         size = bits & jnp.int32(0x7FFFFFFF)
         zero = size < _LEAST_NORMAL
@@ -195,7 +196,7 @@ class Octave:
         return places, zero, bad | (jnp.round(places) >= (_HIGHEST + 1) * self.places)
 
     def _shift(self, rows: jax.Array, below: jax.Array, centre: jax.Array) -> jax.Array:
-        """The whole number of places by which most elements have moved, int32."""
+        """Returns the whole number of places by which most elements have moved, int32."""
         if rows.shape[1] == 1:
             return jnp.int32(0)
         places, zero, bad = self._placed(rows)
@@ -205,20 +206,20 @@ class Octave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Counts elements in parts of the roots of others, which `Octave` stores in another leaf.
+    """Counts means in parts of the roots of squares, which `Octave` stores in another leaf.
 
-    An element is `q * root / steps`, `q` an integer and root that of the same element of the
-    squares as it is read; zero where that is. Of the parts, `octaves` and `centre` are those of
-    the squares, and stored with them once.
+    An element is `q * root / steps`, with an integer `q` and the root of the same element of the
+    squares as it is read; it is zero where that is. The parts `octaves` and `centre` are those of
+    the squares, and are stored once, with them.
 
     **Error bound.** `|x - read(x)| <= 0.51 / steps * root`, before the rounding to the dtype; where
-    squares read as zero, 2**-60. Escaped are rows that have an element that is not finite, beyond
-    127 steps, or further than 2**-60 from zero where squares read as zero. And all rows where the
-    others are no squares, but the largest gradients, as optax's `adamax` keeps in the same place.
+    squares read as zero, 2**-60. A row is escaped if one of its elements is not finite, beyond
+    127 steps, or further than 2**-60 from zero where squares read as zero. All rows are escaped if
+    the others are not squares but the largest gradients, which `adamax` of optax keeps there.
 
     Attributes:
-        steps: to a root: a power of two up to 64.
-        places: to an octave of the squares.
+        steps: number of steps in a root: a power of two up to 64.
+        places: number of places in an octave of the squares.
 
     Example:
         >>> squares = Octave(places=2).encode(jnp.array([[0.0, 0.25, 4.0]])).parts
@@ -249,7 +250,7 @@ class Unit:
         return {"steps": self.steps, "places": self.places}
 
     def parts(self, dim: int, dtype: DTypeLike) -> dict[str, Part]:
-        """Returns `integers`, `octaves` and, unless rows have one element, `centre`.
+        """Returns `integers`, `octaves` and, unless rows have a single element, `centre`.
 
         Raises:
             TypeError: if `dtype` is not float32, bfloat16 or float16.
@@ -260,7 +261,7 @@ class Unit:
         return own | {name: part._replace(shared=True) for name, part in shared}
 
     def encode(self, rows: jax.Array) -> Encoded:
-        """Encodes float[rows, dim] as if the squares were their own.
+        """Encodes float[rows, dim] as if the squares were those of the rows themselves.
 
         Raises:
             TypeError: if the rows are not float32, bfloat16 or float16.
@@ -273,7 +274,7 @@ class Unit:
     def encode_on(
         self, rows: jax.Array, octaves: jax.Array, centre: jax.Array
     ) -> Encoded:
-        """Encodes rows by the integers and centres of the squares, int16."""
+        """Encodes rows, given the integers and centres of the squares, both int16."""
         check_dtype(rows.dtype)
         x = rows.astype(jnp.float32)
         root = _power(octaves, centre, 2 * self.places, _ROOT_BITS)
@@ -283,8 +284,8 @@ class Unit:
         held = jnp.where(
             known, jnp.abs(counts) <= np.iinfo(np.int8).max, jnp.abs(x) <= _NO_MEAN
         )
-        # Whether what has these roots are no squares of gradients, but the largest of them: no
-        # mean is above those. Beside squares most are far above, while gradients are below one.
+        # Detects slots that are no squares of gradients but the largest gradients: no mean is above
+        # those. Most means are far above the squares, as long as gradients are below one.
         largest = jnp.square(root)
         size = jnp.where(known & (root < _SMALL_ROOT), jnp.abs(x), 0)
         above = size > largest * 1.5
@@ -316,17 +317,17 @@ class Unit:
         dtype = check_dtype(dtype)
         octaves = jnp.asarray(parts["octaves"])
         root = _power(octaves, parts.get("centre"), 2 * self.places, _ROOT_BITS)
-        # Exact, so that no platform and no fusion rounds it in another way.
+        # The product is exact, so no platform and no fusion rounds it in another way.
         counts = jnp.asarray(parts["integers"]).astype(jnp.float32) / self.steps
         return rounded_to(counts * root, dtype)
 
     def difference(self, parts: Parts, below: Parts) -> dict[str, np.ndarray]:
-        """What is to be added: the squares hold it, and counts are stored as they are."""
+        """Returns `parts`: counts are stored as they are, and the squares hold differences."""
         del below
         return dict(parts)
 
     def add(self, layer: Layer, rows: RowsAt) -> None:
-        """Makes the parts of rows of what lies there: those of the squares are added to it."""
+        """Turns the parts below, in place, into the save's: adds squares, replaces counts."""
         for name, part in layer.items():
             (rows.add if name in self.summed else rows.put)(name, part)
 
@@ -334,9 +335,9 @@ class Unit:
 def _reduced(
     flags: jax.Array, count: jax.Array, total: jax.Array, *bounds: jax.Array
 ) -> Sequence[jax.Array]:
-    """Reduces each over each row: flags of any, two sums, and least and greatest; in one loop.
+    """Reduces over each row, in one loop: flags of any element, two sums, and least and greatest.
 
-    XLA's CPU backend would compute anew for each what they have in common.
+    With a loop for each, XLA's CPU backend would compute anew what they have in common.
     """
 
     def meet(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -354,7 +355,7 @@ def _reduced(
 def _places_parts(dim: int, integers: str) -> dict[str, Part]:
     int16 = np.dtype(np.int16)
     if dim == 1:
-        # Classes of rows would take more than they save.
+        # Not packed rows: for single elements the classes of rows would take more than they save.
         return {integers: Part(int16, dim, "zstd")}
     return {
         integers: Part(int16, dim, "packed_rows"),
@@ -368,7 +369,7 @@ def _check_power(value: int, name: str, most: int) -> None:
 
 
 def _place(integers: jax.Array, centre: jax.Array | None) -> jax.Array:
-    """Places of integers that are not zero, int32."""
+    """Returns the places of integers, int32; of no meaning where an integer is zero."""
     q = integers.astype(jnp.int32)
     place = q - (q > 0)
     return place if centre is None else place + jnp.asarray(centre).astype(jnp.int32)
@@ -380,9 +381,9 @@ def _power(
     per_octave: int,
     bits: int = _MANTISSA_BITS + 1,
 ) -> jax.Array:
-    """2 to the power of places of which so many are an octave, float32; 0 where there is none."""
+    """Returns `2**(place / per_octave)`, float32, rounded to `bits` bits; 0 for integer 0."""
     place = _place(integers, centre)
-    # What no encoder writes must not read as another number of another platform.
+    # Places that no encoder writes must still read as the same number on every platform.
     place = jnp.clip(place, _LOWEST * per_octave, (_HIGHEST + 1) * per_octave - 1)
     octave = (place >> (per_octave.bit_length() - 1)) << _MANTISSA_BITS
     found = _looked_up(_mantissas(per_octave, bits), place & (per_octave - 1)) + octave
@@ -391,7 +392,7 @@ def _power(
 
 
 def _looked_up(values: np.ndarray, at: jax.Array) -> jax.Array:
-    """Some of few values, which is faster without a table."""
+    """Returns `values[at]`; few values are looked up by comparisons, which is faster."""
     if len(values) > _FEW:
         return jnp.asarray(values)[at]
     found = jnp.full(at.shape, values[0])
@@ -402,9 +403,9 @@ def _looked_up(values: np.ndarray, at: jax.Array) -> jax.Array:
 
 @functools.cache
 def _mantissas(per_octave: int, bits: int) -> np.ndarray:
-    """Bits of `2**(i / per_octave)`, rounded to so many significant bits.
+    """Returns the bits of `2**(i / per_octave)`, rounded to `bits` significant bits, int32.
 
-    In a table, because an exponential is not the same on all platforms.
+    It is a table because platforms compute exponentials differently.
     """
     steps = 2.0 ** (bits - 1)
     found = np.exp2(np.arange(per_octave) / per_octave)
@@ -412,16 +413,16 @@ def _mantissas(per_octave: int, bits: int) -> np.ndarray:
 
 
 def _some(rows: int) -> np.ndarray:
-    """Some of the rows, not evenly spread, as rows that were looked up may be."""
+    """Returns positions of a sample, not evenly spread, as the rows that were looked up may be."""
     return np.arange(min(rows, _SHIFT_ROWS)) * _SPREAD % max(rows, 1)
 
 
 def _commonest(moved: jax.Array, counts: jax.Array) -> jax.Array:
-    """The whole number nearest to most of those that count, int32."""
+    """Returns the whole number to which most of those that count are nearest, int32."""
     whole = jnp.clip(jnp.round(moved), -_SHIFTS, _SHIFTS).astype(jnp.int32) + _SHIFTS
     votes = jnp.bincount(
         jnp.where(counts, whole, 2 * _SHIFTS + 1).ravel(), length=2 * _SHIFTS + 1
     )
-    # What moved further than can be told is as good as new.
+    # Elements that moved beyond the bounds are as good as new, so they have no vote.
     votes = votes.at[jnp.array([0, 2 * _SHIFTS])].set(0)
     return jnp.where(votes.any(), jnp.argmax(votes) - _SHIFTS, 0).astype(jnp.int32)
