@@ -1,12 +1,12 @@
-"""Grids refined by least squares: codes fixed, the best scale and offset, codes anew.
+"""Refinement of grids by least squares, which alternates between codes and scale and offset.
 
 With the codes of a row fixed, the scale and offset of least squared error have a closed
-form; coded anew for them, the error can only fall further. That ends in the nearest of
-many local minima, so the search starts from several grids, goes on from the one whose
+form. If the row is then coded anew, the error can only fall further. That ends in the nearest
+of many local minima, so the search starts from several grids, goes on from the one whose
 solution is best, and moves past the solution (`_OVERSHOOT`). Each fit, from a start or
-from where the search has come, is one pass over the rows. What is judged is the solution
-for the codes, whose error follows from the sums; the best one of all is kept, the grid
-over the whole range included.
+from where the search has come, is one pass over the rows. The search judges the solution
+for the codes, whose error follows from the sums. It keeps the best of all solutions and the
+grid over the whole range.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from cnr_jax.rows.codecs.grid import (
 )
 from cnr_jax.rows.codecs.lanes import in_lanes, in_one_loop, sums
 
-# Of 1, 1.5, 2, 2.5, 3 and 4 the best or close to it, for normal and for trained rows of
-# 16 to 128 columns at 2 to 4 bits: codes that are about to change make moves too small.
+# How far a fit moves, in times the solution's move: codes that are about to change make that too
+# small. Of 1, 1.5, 2, 2.5, 3 and 4 it is the best or close to it, for normal and for trained rows
+# of 16 to 128 columns at 2 to 4 bits.
 _OVERSHOOT = 2.0
 
-# Factors by which a scale changes in one fit at most: outliers at 2 bits would throw it
+# Bounds of the factor by which one fit changes a scale: outliers at 2 bits would throw it
 # past zero.
 _FARTHEST = (0.6, 1.6)
 
-# Up to which a row's error is told as a difference of sums, which saves a term of each pass:
-# of more levels or columns it would be too small a part of them.
+# Limits up to which a row's error is computed as a difference of sums, which saves a term in each
+# pass. With as many levels, or more columns, it would be too small a part of the sums.
 _MOST_LEVELS = 16
 _MOST_COLUMNS = 512
 
 _T = TypeVar("_T")
 
-# Of the spread of codes: two that are one apart give 1/2, two levels of a codebook less.
-# One code throughout leaves the slope open.
+# The least spread of codes from which a slope is computed: two codes that are one apart give
+# 1/2, two levels of a codebook less. One code throughout leaves the slope open.
 _LEAST_SPREAD = 1e-3
 
 
@@ -60,7 +61,7 @@ def refit(
     Args:
         given: the rows, with the grid over the whole range of each.
         starts: grids from which the search starts, [starts, rows].
-        step: an unrounded scale of the rows, [rows]; errors are compared in it.
+        step: an unrounded scale of the rows, [rows], in which errors are compared.
         fits: number of passes over the rows, at least as many as starts.
         levels: levels that codes stand for.
         metadata: dtypes of scale and offset.
@@ -94,7 +95,7 @@ def refit(
             )
         )
 
-    # A loop rather than copies of its body: compiling takes a third of the time.
+    # A loop compiles in a third of the time that copies of its body take.
     return lax.fori_loop(0, fits, improve, (best, nowhere))[0].grid
 
 
@@ -103,14 +104,14 @@ def _where(condition: jax.Array, a: _T, b: _T) -> _T:
 
 
 class _Places(NamedTuple):
-    """Places of elements on a grid: sums of them and of their squares, [rows]."""
+    """Sums of the places of elements on a grid (p) and of their squares (pp), [rows]."""
 
     grid: Grid
     p: jax.Array
     pp: jax.Array
 
     def on(self, grid: Grid, dim: int, levels: Levels) -> tuple[jax.Array, jax.Array]:
-        """Returns both sums of the places on another grid."""
+        """Returns both sums for the places on another grid."""
         ratio = self.grid.scale / grid.scale
         move = levels.middle - grid.offset
         move -= ratio * (levels.middle - self.grid.offset)
@@ -119,7 +120,7 @@ class _Places(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over a row, [rows]: e, what is between an element and its code c, in scales."""
+    """Sums over a row, [rows], of codes c and of the gaps e from code to element, in scales."""
 
     e: jax.Array
     ee: jax.Array
@@ -129,12 +130,13 @@ class _Sums(NamedTuple):
 
 
 def _sums(x: jax.Array, places: _Places, grid: Grid, dim: int, levels: Levels) -> _Sums:
-    """Returns what one pass sums; the rest follows from the places on any grid."""
+    """Returns the sums for a grid, by one pass; those of places follow from any other grid."""
     factor, shift = placing(grid, levels)
     place = x * factor[:, None] + shift[:, None]
     code = levels.nearest(place)
     terms = [place * code, code, code * code]
-    # Else squared errors are so large a part of squared places that a difference tells them.
+    # Below these limits squared errors are so large a part of squared places that a difference
+    # of sums is exact enough.
     if levels.last >= _MOST_LEVELS or x.shape[1] > _MOST_COLUMNS:
         terms.append(jnp.square(place - code))
     pc, c, cc, *exact = sums(dim, *terms)
@@ -146,9 +148,9 @@ def _sums(x: jax.Array, places: _Places, grid: Grid, dim: int, levels: Levels) -
 def _moved(
     grid: Grid, found: _Sums, by: float, dim: int, levels: Levels, metadata: Metadata
 ) -> Grid:
-    """Returns a stored grid, `by` times as far in scale as the best for the codes.
+    """Returns a grid as it is stored, moved in scale `by` times as far as is best for the codes.
 
-    It fits what is left between elements and codes, which is small: nothing cancels.
+    The fit is to the gaps between elements and codes, which are small, so nothing cancels.
     """
     mean_c = found.c / dim
     spread = found.cc - found.c * mean_c
@@ -156,7 +158,7 @@ def _moved(
         spread > _LEAST_SPREAD, (found.ec - found.e * mean_c) / spread, 0.0
     )
     scale = metadata.round_scale(grid.scale * jnp.clip(1.0 + by * slope, *_FARTHEST))
-    # The best offset for the scale as it is stored: it meets the mean of the row.
+    # The best offset for the rounded scale is the one that meets the mean of the row.
     centred = mean_c - levels.middle
     mean = grid.scale * (centred + grid.offset + found.e / dim)
     return Grid(scale, metadata.round_offset(mean / scale - centred))
@@ -165,10 +167,10 @@ def _moved(
 def _error_at(
     new: Grid, grid: Grid, found: _Sums, dim: int, levels: Levels
 ) -> jax.Array:
-    """Returns the squared error of the codes for `grid` read on `new`, in its scales.
+    """Returns the squared error of the codes for `grid` read on `new`, in scales of `grid`.
 
-    An element is `c + e` scales from the start of the old grid, and the new one reads its
-    code `stretch * (c - middle) + move` farther than the old one.
+    An element is `c + e` scales from the start of the old grid. The new grid reads its code
+    `stretch * (c - middle) + move` farther than the old one does.
     """
     middle = levels.middle
     ratio = new.scale / grid.scale
