@@ -1,16 +1,16 @@
 """Packing of rows of small integers into bytes, by zstd streams of rows and columns that are alike.
 
 Differences of codes are small where a row has hardly moved, and large where it was met for the
-first time; columns differ as much. So rows are sorted into classes and columns into groups; the
-integers of a class and a group form one stream, column by column. In a stream an integer takes 2,
-4 or 8 bits, whose largest symbol stands for what does not fit and follows after all symbols, or as
-many as it has. zstd then finds Huffman codes for bytes of up to four integers.
+first time; columns differ as much. So rows are sorted into classes and columns into groups, and the
+integers of a class and a group form one stream, column by column. In a stream an integer takes 2, 4
+or 8 bits, or all the bits of its dtype. The largest symbol stands for an integer that does not fit;
+such integers follow after all symbols. zstd finds Huffman codes for bytes of up to four integers.
 
 Classes are learnt from the rows themselves: each class is a table of costs, and a row belongs to
-the one in which it costs least. A reader needs the class of each row only, not the costs, so how
-they are learnt is the writer's choice.
+the class in which it costs least. A reader needs only the class of each row, not the costs, so the
+writer chooses how to learn them.
 
-Differs from a plain zstd of the same bytes: of trained tables a difference takes a fifth less.
+Differs from a plain zstd of the same bytes: a difference of trained tables takes a fifth less.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ import numpy as np
 from cnr_jax import errors
 from cnr_jax.rows.codecs.sparse import SparseRows, items, taken
 
-# Classes beside that of rows of zeros, and groups of columns: a nibble each.
+# The most classes, beside that of rows of zeros, and the most groups of columns: a nibble each.
 CLASSES, GROUPS = 8, 8
 _MOST = 15
-# Integers that learn a class more: each costs the tables of its streams.
+# Integers for which one more class is learnt: each class costs the tables of its streams.
 _LEARNT_ELEMENTS = 1 << 13
-# Integers are told apart up to this magnitude; rows of which classes are learnt, and rounds.
+# Magnitude up to which integers are told apart; rows from which classes are learnt; and rounds.
 _TAIL, _SAMPLE_ROWS, _ROUNDS = 7, 1 << 12, 12
-# Or up to one less, if no more of them are larger than this share: each that is counted takes time.
+# Share of integers above one magnitude less up to which that will do: each one counted takes time.
 _FEW_LARGER = 0.02
-# Integers that are counted, and rows that are turned round, while they are in the cache; columns
-# are so many bytes longer than they need, as lengths of powers of two share lines of it.
+# Integers that are counted at once, and rows that are transposed at once, to stay in the cache; and
+# bytes by which columns are longer than needed, as columns of a power of two share cache lines.
 _COUNTED_ELEMENTS, _TURNED_ROWS, _APART_BYTES = 1 << 18, 512, 64
-# Bytes of symbols that are spread at once, and by which shifts and masks each takes a byte.
+# Bytes of symbols that are spread at once, and the shifts and masks that spread each to a byte.
 _SPREAD_BYTES = 1 << 15
 _SPREADS = {2: ((12, 0x000F000F), (6, 0x03030303)), 4: ((4, 0x0F0F),)}
-# Share of integers that may not fit their symbols.
+# Largest share of integers that may not fit their symbols, by bits of a symbol.
 _ESCAPES = {2: 0.02, 4: 0.03, 8: 0.01}
-# Of how zstd finds Huffman codes and little else: matches are few, and looked for in a small table.
+# Parameters with which zstd mostly finds Huffman codes: matches are few, so their table is small.
 _MATCHES = {
     "window_log": 17,
     "hash_log": 6,
@@ -59,7 +59,7 @@ def pack_rows(rows: np.ndarray) -> bytes:
     """Packs integers.
 
     Args:
-        rows: int8 or int16 `[rows, width]`, at least one of each.
+        rows: int8 or int16 `[rows, width]`, with at least one row and one column.
 
     Returns:
         Bytes from which `unpack_rows` makes the same rows.
@@ -90,15 +90,15 @@ def pack_rows(rows: np.ndarray) -> bytes:
 
 
 def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> SparseRows:
-    """Returns the integers that were packed.
+    """Returns the rows that `pack_rows` packed.
 
     Args:
-        data: from `pack_rows`, or uint8.
-        elements: number of integers, all rows together.
+        data: bytes from `pack_rows`, also as uint8.
+        elements: number of integers in all rows together.
         dtype: int8 or int16.
 
     Raises:
-        FormatError: if the bytes are not those of so many integers.
+        FormatError: if the bytes are not those of `elements` integers.
     """
     reader = _Reader(data)
     width, groups, most, size = reader.struct(_HEADER)
@@ -136,7 +136,7 @@ def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> Spa
 
 
 def _put_columns(columns: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
-    """Puts columns of some rows where these rows are."""
+    """Writes rows that are given as columns, `[width, rows]`, to the rows `at` of `out`."""
     room, columns = items(out), columns.astype(out.dtype, copy=False)
     for start in range(0, len(at), _TURNED_ROWS):
         some = slice(start, start + _TURNED_ROWS)
@@ -147,7 +147,7 @@ def _put_columns(columns: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
 
 
 def _narrow(rows: np.ndarray) -> np.ndarray:
-    """Rows as int8, if all integers fit symbols of 8 bits: of half the bytes."""
+    """Returns rows as int8, which halves int16, if all integers fit symbols of 8 bits."""
     if rows.itemsize > 1 and max(-int(rows.min()), int(rows.max())) < 1 << 7:
         return rows.astype(np.int8)
     return rows
@@ -167,19 +167,19 @@ def _are_alive(rows: np.ndarray) -> np.ndarray:
 
 
 def _blocks(rows: np.ndarray) -> Iterator[slice]:
-    """Rows that are counted at once."""
+    """Slices of rows that are counted at once."""
     at_once = max(_TURNED_ROWS, _COUNTED_ELEMENTS // rows.shape[1])
     return (slice(i, i + at_once) for i in range(0, len(rows), at_once))
 
 
 def _ranges(classes: np.ndarray) -> Iterator[tuple[int, int]]:
-    """First and last of the rows of each class that there is, were they in its order."""
+    """First row and end of each class that has rows, were the rows sorted by class."""
     ends = np.cumsum(np.bincount(classes, minlength=_MOST + 1)).tolist()
     return ((a, b) for a, b in itertools.pairwise(ends) if a < b)
 
 
 def _classes(rows: np.ndarray) -> np.ndarray:
-    """Class of each row, uint8, from 1."""
+    """Learns classes from rows, none all zeros; returns the class of each, uint8, from 1."""
     count, width = rows.shape
     classes = min(CLASSES, 1 + count * width // _LEARNT_ELEMENTS)
     found = np.ones(count, np.uint8)
@@ -195,10 +195,10 @@ def _classes(rows: np.ndarray) -> np.ndarray:
 
 
 def _counts(rows: np.ndarray, tail: int) -> np.ndarray:
-    """How often each integer up to a tail is in each row, larger ones as the tail.
+    """Counts integers in each row; those beyond the tail count as the tail.
 
     Returns:
-        float32[integers, rows], from -tail on.
+        float32[integers, rows], for the integers from -tail to tail.
     """
     turned = _turned(
         rows if rows.itemsize == 1 else np.clip(rows, -tail, tail).astype(np.int8)
@@ -207,7 +207,7 @@ def _counts(rows: np.ndarray, tail: int) -> np.ndarray:
     found = np.empty((2 * tail + 1, turned.shape[1]), np.float32)
     for i, value in enumerate(range(-tail, tail + 1)):
         if not value:
-            continue  # as many as are left
+            continue  # zeros are the rest, see below
         compare = (
             np.equal
             if abs(value) < tail
@@ -223,10 +223,10 @@ def _counts(rows: np.ndarray, tail: int) -> np.ndarray:
 
 
 def _learnt(counts: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Costs of each integer in each class, float32[classes, integers], and of the class itself.
+    """Learns the cost of each integer in a class, float32[classes, integers], and of each class.
 
-    By expectation maximization with hard assignments, from classes of equally many rows by the
-    sum of their magnitudes.
+    Learning is expectation maximization with hard assignments. It starts from classes of equally
+    many rows, by the sum of their magnitudes.
     """
     tail = len(counts) // 2
     sizes = np.abs(np.arange(-tail, tail + 1, dtype=np.float32)) @ counts
@@ -238,7 +238,7 @@ def _learnt(counts: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
         sums, rows = member @ counts.T + 0.5, member.sum(axis=1) + 0.5
         bits = -np.log2(sums / sums.sum(axis=1, keepdims=True))
         own = -np.log2(rows / rows.sum())
-        # Whole numbers below 2**24, the class in their lowest bits: a minimum tells it.
+        # Whole numbers below 2**24 with the class in the lowest bits, so a minimum tells the class.
         scale = np.float32(2**23 / (width * bits.max() + own.max()) // CLASSES)
         bits = np.round(bits * scale) * CLASSES
         own = np.round(own * scale) * CLASSES + np.arange(classes, dtype=np.float32)
@@ -247,13 +247,13 @@ def _learnt(counts: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cheapest(counts: np.ndarray, costs: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """The class in which each row costs least, uint8."""
+    """Returns the class in which each row costs least, uint8, from 0."""
     least = np.minimum.reduce(costs @ counts + own[:, None], axis=0)
     return (least.astype(np.int32) & CLASSES - 1).astype(np.uint8)
 
 
 def _groups(rows: np.ndarray) -> np.ndarray:
-    """Group of each column, uint8: an octave of the mean magnitude each."""
+    """Returns the group of each column, uint8: one for each octave of the mean magnitude."""
     count, width = rows.shape
     if count * width < CLASSES * _LEARNT_ELEMENTS:
         return np.zeros(width, np.uint8)
@@ -266,7 +266,7 @@ def _groups(rows: np.ndarray) -> np.ndarray:
 
 
 def _turned(rows: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
-    """Rows, in an order, as columns."""
+    """Returns rows transposed, `[width, rows]`, in an order if one is given."""
     count, width = rows.shape
     found = _columns(count, width, rows.dtype)
     for start in range(0, count, _TURNED_ROWS):
@@ -279,7 +279,7 @@ def _turned(rows: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
 
 
 def _columns(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
-    """Room for columns of so many rows, `[width, rows]`."""
+    """Makes an empty array for the columns of `rows` rows, `[width, rows]`."""
     return np.empty((width, rows + _APART_BYTES // dtype.itemsize), dtype)[:, :rows]
 
 
@@ -287,14 +287,16 @@ def _columns(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _stream(values: np.ndarray, item: np.dtype, packer: Any) -> Iterator[bytes]:
-    """A header, symbols, and what does not fit them, of integers that are stored as `item`."""
+    """Yields the header, the symbols, and the integers that do not fit these, stored as `item`."""
     whole, unsigned = 8 * item.itemsize, np.dtype(f"u{values.itemsize}")
     for bits, share in _ESCAPES.items():
         if bits >= whole:
             continue
         largest = (1 << bits - 1) - 1
         symbols = values.view(unsigned) + unsigned.type(largest)
-        over = symbols > 2 * largest  # as what is less than nothing wraps round
+        over = (
+            symbols > 2 * largest
+        )  # too small ones too, as negative numbers wrap round
         if np.count_nonzero(over) <= share * len(values):
             rest = values[over].astype(item)
             np.minimum(symbols, 2 * largest + 1, out=symbols)
@@ -309,7 +311,7 @@ def _stream(values: np.ndarray, item: np.dtype, packer: Any) -> Iterator[bytes]:
 
 
 def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
-    """Integers that were stored as a dtype; as int8 where they fit."""
+    """Reads the integers of a stream, whose escapes are of `dtype`; as int8 where they fit."""
     bits, size, escaped = reader.struct(_STREAM)
     whole = 8 * dtype.itemsize
     if bits == whole and not escaped:
@@ -318,7 +320,7 @@ def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
         raise _wrong(f"a stream of {bits} bits")
     packed = reader.decompressed(size, -(-count * bits // 8))
     values = _unpacked(packed, bits)[:count]
-    # Of 8 bits -128, which is no other symbol.
+    # At 8 bits the escape symbol reads as -128, which no other symbol does.
     is_over = values.view(np.uint8) == (1 << bits - 1)
     if is_over.any() != bool(escaped):
         raise _wrong(f"{escaped} bytes of what does not fit its symbols")
@@ -333,7 +335,7 @@ def _unstream(reader: _Reader, count: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """The integers of bytes of symbols, int8."""
+    """Returns the integers that packed symbols stand for, int8."""
     largest = np.uint8((1 << bits - 1) - 1)
     if bits == 8:
         return (packed - largest).view(np.int8)
@@ -350,7 +352,7 @@ def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _packed(symbols: np.ndarray, bits: int) -> np.ndarray:
-    """Symbols of 2, 4 or 8 bits as bytes, the first in the lowest bits."""
+    """Packs symbols of 2, 4 or 8 bits into bytes, the first in the lowest bits."""
     if bits == 8:
         return symbols
     size = -(-len(symbols) * bits // 8)
@@ -365,7 +367,7 @@ def _packed(symbols: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _planes(values: np.ndarray) -> np.ndarray:
-    """The lowest bytes of all integers, then the highest."""
+    """Returns the lowest bytes of all integers, then the highest, uint8."""
     return values.view(np.uint8).reshape(-1, values.itemsize).T.reshape(-1)
 
 
@@ -390,13 +392,13 @@ def _unnibbled(data: np.ndarray, count: int) -> np.ndarray:
 
 
 def zstandard() -> Any:
-    """The module that packs streams.
+    """Returns the module zstandard, which compresses streams.
 
     Raises:
-        OptionError: if it is not installed.
+        OptionError: if the module is not installed.
     """
     try:
-        # By its name: who does not save on a lattice need not have it.
+        # Imported only here: users who do not save on a lattice need not have it.
         return importlib.import_module("zstandard")
     except ImportError as error:
         raise errors.OptionError(
@@ -416,7 +418,7 @@ def _make_packer() -> Any:
 
 
 class _Reader:
-    """Takes bytes from the front."""
+    """Reader of packed rows, which takes bytes from the front."""
 
     def __init__(self, data: bytes | np.ndarray) -> None:
         self._data, self._at = np.frombuffer(data, np.uint8), 0
@@ -433,10 +435,10 @@ class _Reader:
         return self._data[self._at - size : self._at]
 
     def decompressed(self, size: int, expected: int) -> np.ndarray:
-        """The bytes of which so many were made."""
+        """Takes `size` bytes and returns the `expected` bytes to which they decompress."""
         data, module = self.take(size).data, zstandard()
         try:
-            # Where a frame says how long it is, no other limit counts.
+            # zstd heeds `max_output_size` only if the frame does not state its own length.
             said = module.frame_content_size(data)
             if said not in (-1, expected):
                 raise _wrong(f"a stream of {said} bytes, expected {expected}")
