@@ -1,4 +1,4 @@
-"""Rows that are to be saved, on their device or in the host's memory, and chunks of them."""
+"""Rows that are to be saved, on their device or in host memory, and the chunks they form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from cnr_jax.rows.codecs import Codec, Encoded
 
-# Of positions within a tile, the keys of these rows.
+# Function from positions within a tile to the keys of the rows there.
 KeysOf = Callable[[np.ndarray], np.ndarray]
 
 
@@ -20,13 +20,13 @@ class HostRows:
     """Rows of tiles that are gathered in host memory and saved with one codec, tile by tile.
 
     Attributes:
-        codec: codec by which they are encoded.
+        codec: codec that encodes the rows.
         dtype: dtype of their elements.
         width: number of elements in a row.
         words: rows of each tile's shard, see `row_words`.
         firsts: row of its shard at which each tile starts.
         positions: sorted int64 positions of each tile's saved rows; None: all.
-        counts: number of each tile's saved rows; no tile is without any.
+        counts: number of each tile's saved rows, at least one.
         keys_of: function that returns the keys of each tile's rows; None: codes are not dithered.
     """
 
@@ -42,16 +42,16 @@ class HostRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The rows of one tile that are gathered and encoded on their device.
+    """Rows of one tile that are gathered and encoded on their device.
 
     Attributes:
         data: the shard that holds the tile, on its device.
         first: row of `data` at which the tile starts.
         rows: number of rows of the tile.
         positions: sorted int64 positions within the tile; None for all rows.
-        codec: codec by which they are encoded.
-        sampled: sorted indices of the saved rows that are also kept as they are; None: none.
-        keys_of: function from positions within the tile to their keys, if codes are dithered.
+        codec: codec that encodes the rows.
+        sampled: sorted indices of the saved rows that are also kept unencoded; None: none.
+        keys_of: function from positions within the tile to row keys; None: codes are not dithered.
     """
 
     data: jax.Array
@@ -73,7 +73,7 @@ class Run:
         return math.prod(self.data.shape[1:])
 
     def keys(self, start: int, stop: int) -> np.ndarray:
-        """Keys of some of the saved rows, uint32."""
+        """Keys of the saved rows from `start` to `stop`, uint32."""
         assert self.keys_of is not None
         if self.positions is None:
             return self.keys_of(np.arange(start, stop))
@@ -82,13 +82,14 @@ class Run:
 
 @dataclasses.dataclass(slots=True)
 class Chunk:
-    """Chunk of rows: up to a fixed number of consecutive rows of one group.
+    """Chunk of rows: up to a fixed number of consecutive rows that share codec, dtype and width.
 
     Attributes:
+        codec: codec that encodes the rows.
         count: number of rows; anything after them is padding.
         rows: host array `[at least count, width]`; None if `encoded` holds the rows.
         encoded: rows encoded on the device; None if they are encoded later.
-        escaped_rows: the rows themselves, on the device, if some were escaped.
+        escaped_rows: all rows unencoded, on the device; None if no row is escaped.
         sampled: rows of the chunk that are in the sample of the save, in order, if `rows` does
             not hold them; anything after them is padding.
         keys: keys of `rows`, uint32, if their codes are to be dithered.
@@ -104,7 +105,7 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on host and device that this chunk keeps."""
+        """Bytes of memory, on host and device, that this chunk keeps in use."""
         size = self.rows.nbytes if self.rows is not None else 0
         size += self.escaped_rows.nbytes if self.escaped_rows is not None else 0
         size += self.sampled.nbytes if self.sampled is not None else 0
