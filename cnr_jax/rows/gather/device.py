@@ -1,7 +1,7 @@
-"""Gathering and encoding rows on the device where they are: only codes cross to the host.
+"""Gathering and encoding of rows on the device where they are, so that only codes reach the host.
 
-Per shard shape and device there are programs that gather, which compile quickly; those that
-encode are per row shape, shared by all tables of a device.
+Each shard shape on a device has programs that gather, which compile quickly. Programs that encode
+depend only on the width of a row, its dtype and its codec, so all tables of a device share them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk, Run
 from cnr_jax.rows.tiling import Program, chunk_rows, compiled, padded
 
-# Bytes of decoded rows in the largest chunk: each costs a few launches and a wait, which ten
-# thousand chunks of 2 MiB would make seconds of. Smaller chunks hold the rest of a run, so that
-# no more than twice what is needed is encoded and sent.
+# Bytes of decoded rows in the largest chunk. Each chunk costs a few launches and a wait, which add
+# up to seconds for ten thousand chunks of 2 MiB. Smaller chunks hold the rest of a run, so that no
+# more than twice what is needed is encoded and sent.
 LARGE_BYTES = 64 << 20
 
 
 def gather_on_device(run: Run) -> Iterator[Chunk]:
-    """Encodes a run, one chunk ahead of the one that is handed out."""
+    """Encodes a run and yields its chunks; the next chunk is started before one is yielded."""
     waiting: tuple[Chunk, jax.Array] | None = None
     sizes = _sizes(run.width, run.data.dtype.itemsize)
     start = 0
@@ -45,7 +45,7 @@ def gather_on_device(run: Run) -> Iterator[Chunk]:
 
 
 def _sizes(width: int, itemsize: int) -> tuple[int, ...]:
-    """Sizes of the chunks that there are programs for, ascending."""
+    """Numbers of rows in the chunks that have programs, ascending."""
     middle, large = (chunk_rows(width, itemsize, n) for n in (None, LARGE_BYTES))
     return tuple(sorted({min(tiling.SMALL_ROWS, middle), middle, large}))
 
@@ -64,7 +64,7 @@ def _size(left: int, sizes: tuple[int, ...]) -> int:
 
 
 def _encode(run: Run, start: int, count: int, size: int) -> tuple[Chunk, jax.Array]:
-    """Starts to encode `count` rows from `start` on; also returns the rows themselves."""
+    """Starts to encode `count` rows from `start` on; also returns these rows unencoded."""
     device = run.data.device
     assert isinstance(device, jax.Device)
     rows = _gather(run, slice(start, start + count), size)
@@ -83,7 +83,7 @@ def _encode(run: Run, start: int, count: int, size: int) -> tuple[Chunk, jax.Arr
 
 
 def _gather(run: Run, which: slice | np.ndarray, size: int) -> jax.Array:
-    """Some of the rows of a run that are to be saved, and rows of padding, `size` in all."""
+    """Gathers some of the saved rows of a run on its device, padded to `size` rows."""
     data = run.data
     dtype, device = np.dtype(data.dtype), data.device
     assert isinstance(device, jax.Device)
@@ -98,7 +98,7 @@ def _gather(run: Run, which: slice | np.ndarray, size: int) -> jax.Array:
 
 
 def rows_of(run: Run) -> np.ndarray:
-    """Rows of a run that are to be saved, as they are."""
+    """Returns the saved rows of a run unencoded, on the host, `[run.count, run.width]`."""
     sizes, found = _sizes(run.width, run.data.dtype.itemsize), list[np.ndarray]()
     for start in range(0, run.count, sizes[-1]):
         count = min(sizes[-1], run.count - start)
@@ -109,7 +109,7 @@ def rows_of(run: Run) -> np.ndarray:
 
 
 def _sampled(run: Run, start: int, count: int) -> jax.Array | None:
-    """The sampled rows among `count` from `start` on, by a program that gathers anyway."""
+    """Gathers the sampled rows among `count` from `start` on, by a program that exists anyway."""
     if run.sampled is None:
         return None
     first, last = np.searchsorted(run.sampled, (start, start + count))
@@ -123,7 +123,7 @@ def _sampled(run: Run, start: int, count: int) -> jax.Array | None:
 
 
 def _keep_escaped(chunk: Chunk, rows: jax.Array) -> Chunk:
-    """Keeps the rows themselves where some were escaped: the shard may be donated later."""
+    """Keeps the unencoded rows if some were escaped, as the shard may be donated later."""
     assert chunk.encoded is not None
     if not isinstance(chunk.codec, Raw):
         if np.asarray(chunk.encoded.escaped)[: chunk.count].any():
@@ -135,7 +135,7 @@ def _keep_escaped(chunk: Chunk, rows: jax.Array) -> Chunk:
 def gather_program(
     shape: tuple[int, ...], dtype: np.dtype, device: jax.Device, rows: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Compiled function that gathers `rows` rows of a shard, given positions int32[rows]."""
+    """Compiled function that gathers `rows` rows of a shard, given their indices int32[rows]."""
 
     def gather(data: jax.Array, index: jax.Array) -> jax.Array:
         rows = data.reshape(data.shape[0], -1)
@@ -143,7 +143,7 @@ def gather_program(
             jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16)
         ):
             return rows.at[index].get(mode="clip")
-        # Where XLA moves narrow floats as wider ones it would quiet their NaNs.
+        # As integers, since XLA may move narrow floats as wider ones, which quiets their NaNs.
         bits = lax.bitcast_convert_type(rows, f"uint{jnp.finfo(dtype).bits}")
         return lax.bitcast_convert_type(bits.at[index].get(mode="clip"), dtype)
 
@@ -159,7 +159,7 @@ def _encode_program(
     rows: int,
     dithers: bool,
 ) -> Callable[..., Encoded]:
-    """Compiled function that encodes rows, given them and, if it dithers, their keys."""
+    """Compiled function that encodes rows, given the rows and, if it dithers, their keys."""
     given: list[Any] = [((rows, width), dtype)]
     if dithers:
         given.append(((rows,), np.uint32))
@@ -173,7 +173,7 @@ def device_programs(
     device: jax.Device,
     dithers: bool,
 ) -> Iterator[Program]:
-    """Programs that gather and encode rows of a shard of this shape on a device."""
+    """Yields the programs that gather and encode rows of a shard of this shape on a device."""
     width = math.prod(shape[1:])
     for rows in _sizes(width, dtype.itemsize):
         yield gather_program, (shape, dtype, device, rows)
