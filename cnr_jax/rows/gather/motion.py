@@ -1,9 +1,9 @@
 """Motion of rows from one restore to the next, compared with the error of codes.
 
-Rounding harms a training whose rows have moved little when they are rounded again: with each
-restore, the error comes on top of what was learnt in between. This can be measured. A sample of
-rows is kept as it was when the run began, or was restored, and is compared with the same rows in
-each save, which gathers them anyway.
+Rounding harms a training whose rows have moved little before they are rounded again: each restore
+adds its error to what was learnt in between. This can be measured. The process keeps a sample of
+rows as they were when the run began, or was restored, and compares it with the same rows in each
+save, which gathers them anyway.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Motion(NamedTuple):
     Attributes:
         rows: number of rows that moved, and that could be coded.
         even_bits: about the width of codes whose error equals the motion of the rows: the mean
-            over these rows of `log2(error / motion)`. `error` is the root mean square of that of
-            dithered codes of one step over the range of a row, and `motion` the distance that the
-            row has moved. Codes of b bits have 2**b - 1 steps: their error is
+            over these rows of `log2(error / motion)`. `error` is the root mean square error of
+            dithered codes with a single step over the range of a row. `motion` is the distance
+            that the row has moved. Codes of b bits have 2**b - 1 steps, so their error is
             `2**even_bits / (2**b - 1)` of the motion.
     """
 
@@ -42,7 +42,7 @@ class Motion(NamedTuple):
     even_bits: float
 
 
-# A tile by the name of its table and its box.
+# A tile, named by its table and its box.
 TileRef = tuple[str, Box]
 
 
@@ -50,19 +50,19 @@ class FollowedRows:
     """Sample of rows of each table of this process, as they were at the beginning.
 
     The choice of rows never changes. Their values are set by a restore before anything is saved,
-    or by the thread that writes the first save. A restore begins with another object, and leaves
-    this one to a save that is still being written. Two threads get here only if that of a failed
-    save hangs; at worst a row is then as either of two saves had it.
+    or else by the thread that writes the first save. A restore makes a new object, and leaves this
+    one to a save that is still being written. Two threads use one object only if the thread of a
+    failed save hangs; at worst a row then has the value that either of two saves had.
 
     Args:
         tiling: tiling of what this process saves.
-        lineage: lineage of the stamps of the rows; another one begins with each restore.
+        lineage: lineage of the stamps of the rows; each restore begins another one.
     """
 
     def __init__(self, tiling: Tiling, lineage: str) -> None:
         self.lineage, self._tiling = lineage, tiling
-        # The numbers of tiles. Of what no codec takes nothing need be known, and a row of it may
-        # take all the room.
+        # The numbers of tiles. Rows that no codec takes are not followed: nothing need be known of
+        # them, and one of them may take all the room.
         own = {
             ref: number
             for number, tile in enumerate(tiling.tiles)
@@ -71,7 +71,7 @@ class FollowedRows:
             and _width(ref := (tile.table.name, tile.piece.box)) <= WIDEST
         }
         width = sum(map(_width, own))
-        # Of so many tiles that one row of each were too much, only some are followed.
+        # If one row of each tile would be too much, only some of the tiles are followed.
         some = -(-4 * width // KEPT_BYTES)
         each = KEPT_BYTES // max(1, 4 * width) or 1
         self._tiles: dict[TileRef, int] = {}
@@ -81,14 +81,14 @@ class FollowedRows:
             start, stop = tiling.tiles[number].rows
             followed = spread(stop - start, min(each, _MOST_ROWS))
             size = 4 * _width(key) * len(followed)
-            # These may be wider than others, and one row alone too wide.
+            # The tiles that were chosen may be wider than others, and even one row too wide.
             if size <= left:
                 self._tiles[key], self._positions[key] = number, followed
                 left -= size
         self._before: dict[TileRef, np.ndarray] = {}
 
     def are_of(self, tiling: Tiling, lineage: str) -> bool:
-        """Whether these are rows of such tiles in this lineage."""
+        """Whether the followed rows belong to tiles of this tiling, and to this lineage."""
         if lineage != self.lineage or tiling is self._tiling:
             return lineage == self.lineage
         # Another tiling may have the same tiles: then nothing has to be chosen anew.
@@ -96,10 +96,10 @@ class FollowedRows:
         return self._tiles.keys() <= there
 
     def begin(self, shards: Shards) -> None:
-        """Keeps what all rows are now; waits for the computation that makes them.
+        """Keeps the values of all followed rows now; waits for the computation that makes them.
 
         Args:
-            shards: shards of the tiling that they were chosen from.
+            shards: shards of the tiling from which the rows were chosen.
         """
         for key, number in self._tiles.items():
             found = rows_at(shards, number, self._positions[key])
@@ -123,14 +123,14 @@ class FollowedRows:
     def even_bits(
         self, tile: TileRef, positions: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
-        """`log2(error / motion)` of each row that moved and has both, float64; see `Motion`.
+        """Returns `log2(error / motion)` of each row for which it is finite, float64; see `Motion`.
 
-        Rows that were not known before, at the beginning of a run, are kept as they are now.
+        Rows without a value yet, as at the beginning of a run, get the value that they have now.
 
         Args:
             tile: tile of the rows.
-            positions: positions of the rows in it, all followed.
-            rows: the rows as they are now.
+            positions: positions of the rows in the tile, all of them followed.
+            rows: values of the rows now.
         """
         followed = self._positions[tile]
         if tile not in self._before:
@@ -139,26 +139,27 @@ class FollowedRows:
         at = np.searchsorted(followed, positions)
         before = self._before[tile][at]
         is_new = np.isnan(before).all(axis=1)
-        # Squares of what a float holds may not fit into one; rows may not be finite.
+        # Squares may overflow, and rows may not be finite.
         with np.errstate(all="ignore"):
             if is_new.any():
                 self._before[tile][at[is_new]] = before[is_new] = rows[is_new]
             now = rows.astype(np.float64)
             motion = np.square(now - before).sum(axis=1)
             reach = now.max(axis=1) - now.min(axis=1)
-            # A sixth of a step squared: the mean of f (1 - f) over all fractions f.
+            # The mean squared error of an element is a sixth of the squared step: the mean of
+            # f (1 - f) over all fractions f.
             error = np.square(reach) * (now.shape[1] / 6)
             found = 0.5 * np.log2(error / motion)
         return found[np.isfinite(found)]
 
 
 def rows_at(shards: Shards, number: int, positions: np.ndarray) -> np.ndarray:
-    """Rows of a tile as they are; waits for the computation that makes them.
+    """Returns rows of a tile unencoded, on the host; waits for the computation that makes them.
 
     Args:
-        shards: of the state.
-        number: of the tile in their tiling.
-        positions: of the rows in the tile, sorted.
+        shards: shards of the state.
+        number: number of the tile in their tiling.
+        positions: positions of the rows in the tile, sorted.
     """
     tiling, data = shards.tiling, shards.data[number]
     first = tiling.firsts[number]
@@ -184,6 +185,6 @@ def _width(tile: TileRef) -> int:
 
 
 def spread(rows: int, count: int) -> np.ndarray:
-    """Positions of so many rows, evenly spread; of all if there are fewer."""
+    """Returns the positions of `count` evenly spread rows, int64; of all if there are fewer."""
     count = min(rows, count)
     return np.arange(count, dtype=np.int64) * rows // max(1, count)
