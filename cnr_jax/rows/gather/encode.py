@@ -1,9 +1,9 @@
-"""Encoding of chunks that were gathered on the host, on their way there, and their errors.
+"""Encoding of chunks that were gathered on the host, and errors of rows on their way to storage.
 
-In the background, chunk by chunk, so that a train step queued in between waits for little.
+Chunks are encoded in the background, one by one, so that a train step in between waits for little.
 
-Both a row and its codes are at hand only on their way to storage. There a sample is decoded, by
-the program that a restore decodes with, and compared.
+Only on the way to storage are both a row and its codes at hand. There a sample is decoded, by the
+program with which a restore decodes, and compared.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 
 SAMPLE_ROWS = 16_384
-# Of wide rows fewer are looked at: 16 MiB of float32 take some milliseconds.
+# Fewer wide rows are looked at: 16 MiB of float32 take some milliseconds.
 _SAMPLE_ELEMENTS = 1 << 22
-# Rows compared at once, of which a small save has fewer: to start a batch takes a millisecond.
+# Rows compared at once; a small save has fewer. It takes a millisecond to start a batch.
 _BATCH_ROWS = 2048
 
-# Codec, dtype and width: what decides on the program.
+# Codec, dtype and width, which determine the program.
 _Group = tuple[Codec, np.dtype, int]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(codec: Codec, rows: jax.Array, *keys: jax.Array) -> Encoded:
-    """Encodes rows; by a codec that dithers with their keys, if they are given."""
+    """Encodes rows, with their keys if they are given, by which the codec dithers."""
     return codec.encode(rows, *keys)
 
 
@@ -51,8 +51,8 @@ class EncodedChunk(NamedTuple):
 
     Attributes:
         parts: parts of the codes, each `[count, width of the part]`.
-        escaped: positions of escaped rows.
-        rows: the escaped rows themselves; None if there are none.
+        escaped: positions of escaped rows in the chunk, int64.
+        rows: the escaped rows unencoded; None if no row is escaped.
     """
 
     parts: dict[str, np.ndarray]
@@ -63,10 +63,9 @@ class EncodedChunk(NamedTuple):
 def encode_chunks(
     chunks: Iterable[Chunk], device: jax.Device
 ) -> Iterator[tuple[Chunk, EncodedChunk]]:
-    """Encodes chunks that are not yet, each while the one before is used.
+    """Encodes chunks that are not encoded yet, each while the caller uses the one before.
 
-    No more than two are in the works: on CPU a train step waits for all that is queued before
-    it, which are these.
+    No more than two chunks are queued: on CPU a train step waits for everything queued before it.
     """
     waiting: tuple[Chunk, Encoded | None] | None = None
     for chunk in chunks:
@@ -79,7 +78,7 @@ def encode_chunks(
 
 
 def _start_encoding(chunk: Chunk, device: jax.Device) -> Encoded | None:
-    """Starts to encode a chunk, without waiting; None if it is stored as it is."""
+    """Starts to encode a chunk, without waiting; None if its rows are stored unencoded."""
     if chunk.encoded is not None:
         return chunk.encoded
     if isinstance(chunk.codec, Raw):
@@ -104,7 +103,7 @@ def _to_host(chunk: Chunk, encoded: Encoded | None) -> EncodedChunk:
 def host_programs(
     codec: Codec, dtype: np.dtype, width: int, dithers: bool
 ) -> Iterator[Program]:
-    """Programs that encode chunks of such rows on the host."""
+    """Yields the programs that encode chunks of rows of this codec, dtype and width on the host."""
     if not isinstance(codec, Raw):
         large = chunk_rows(width, dtype.itemsize)
         for rows in {program_rows(1, large), large}:
@@ -124,8 +123,8 @@ class RowErrors(NamedTuple):
 
     Attributes:
         rows: number of rows compared; rows of zeros, which are exact, do not count.
-        mean: mean of their errors; None if there are none.
-        worst: the greatest of them; None if there are none.
+        mean: mean of their errors; None if no row was compared.
+        worst: greatest of their errors; None if no row was compared.
     """
 
     rows: int
@@ -136,14 +135,14 @@ class RowErrors(NamedTuple):
 def sample_positions(
     counts: Sequence[int], widths: Sequence[int], rounded: Sequence[bool]
 ) -> np.ndarray:
-    """Positions of evenly spread rows among those of all runs, one run after the other.
+    """Returns positions of evenly spread rows, counted through all runs, one after the other.
 
-    There are at most `SAMPLE_ROWS`, of the runs that are rounded.
+    There are at most `SAMPLE_ROWS` of them, all in runs whose rows are rounded.
 
     Args:
         counts: number of rows of each run.
-        widths: number of elements in each of its rows.
-        rounded: whether its rows are rounded, and count.
+        widths: number of elements in a row of each run.
+        rounded: whether the rows of each run are rounded; only such rows are sampled.
 
     Example:
         >>> sample_positions([2, 3, 2], [4, 4, 4], [True, False, True]).tolist()
@@ -163,14 +162,14 @@ def sample_positions(
 
 
 class Sample(NamedTuple):
-    """Sample of the rows of a save, which is looked at on their way.
+    """Sample of the rows of a save, which is looked at on the way to storage.
 
     Attributes:
         positions: positions of its rows among all rows of the save, sorted.
         tables: table of each row, as an index into `names`.
         names: names of tables.
         compared: whether each row is compared with what its codes read as.
-        followed: tile of each row, as an index into `tiles`; -1: its motion is not looked at.
+        followed: tile of each row, as an index into `tiles`; -1: the row is not followed.
         tiles: tiles whose rows are followed, in the order of their rows.
         in_tile: position of each row in its tile, if it is followed.
     """
@@ -185,34 +184,34 @@ class Sample(NamedTuple):
 
 
 class Comparison:
-    """Compares sampled rows with what their codes read as, and with what they were.
+    """Comparison of sampled rows with what their codes read as, and with their earlier values.
 
-    It never raises: a save goes on without it.
+    It never raises: if it fails, the save goes on without it.
 
     Args:
         sample: sample of the rows of the save.
-        followed: followed rows, as they were; None if none is followed.
+        followed: followed rows with their earlier values; None if no row is followed.
     """
 
     def __init__(self, sample: Sample, followed: FollowedRows | None = None) -> None:
         self._sample, self._followed = sample, followed
         self._waiting: dict[_Group, list[tuple[np.ndarray, ...]]] = {}
-        # With the tables of the rows.
+        # Pairs of the tables and the errors of rows.
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []
         self._motions: dict[int, list[np.ndarray]] = {}
         self._failed = False
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, done: int) -> None:
-        """Takes the sampled rows of a chunk that begins at position `done`."""
+        """Takes the sampled rows of a chunk whose first row is at position `done` of the save."""
         positions = self._sample.positions
         first, last = np.searchsorted(positions, (done, done + chunk.count))
         if first < last:
             self._attempt(lambda: self._take(chunk, encoded, done, slice(first, last)))
 
     def result(self) -> tuple[RowErrors | None, dict[str, RowErrors]]:
-        """Errors of all rows, and of each table whose rows were compared.
+        """Returns the errors of all compared rows, and those of each table by its name.
 
-        They are None and empty if there was nothing to sample, or if comparing failed.
+        They are None and empty if there was nothing to compare, or if the comparison failed.
         """
         self._attempt(lambda: [self._compare(group) for group in self._waiting])
         if self._failed or not self._sample.compared.any():
@@ -224,7 +223,7 @@ class Comparison:
         return _joined(errors), by_table
 
     def motions(self) -> dict[str, Motion]:
-        """Motion of the followed rows of each table; empty if too few have moved."""
+        """Returns the motion of each table's followed rows; empty if too few rows have moved."""
         found: dict[str, Motion] = {}
         for table, parts in self._motions.items():
             bits = np.concatenate(parts)
@@ -253,7 +252,7 @@ class Comparison:
     ) -> None:
         sample = self._sample
         at = sample.positions[which] - done  # within the chunk
-        # The rows themselves: gathered on the host, stored as they are, or kept on the device.
+        # The unencoded rows were gathered on the host, are stored so, or were kept on the device.
         if chunk.rows is not None:
             rows = chunk.rows[at]
         elif isinstance(chunk.codec, Raw):
@@ -277,24 +276,24 @@ class Comparison:
             self._compare(group)
 
     def _follow(self, rows: np.ndarray, which: slice) -> None:
-        """Notes how far the followed ones among sampled rows have moved."""
+        """Notes how far those of the sampled rows that are followed have moved."""
         sample, followed = self._sample, self._followed
         if followed is None:
             return
         mine = np.flatnonzero(sample.followed[which] >= 0)
         numbers, starts = np.unique(sample.followed[which][mine], return_index=True)
-        # A chunk may hold rows of thousands of tiles, those of one side by side.
+        # A chunk may hold rows of thousands of tiles; the rows of a tile are side by side.
         parts = np.split(mine, starts[1:])
         for number, part in zip(numbers.tolist(), parts, strict=False):
             at = part + which.start
             found = followed.even_bits(
                 sample.tiles[number], sample.in_tile[at], rows[part]
             )
-            # All of one tile, hence of one table.
+            # All rows of `at` are of one tile, hence of one table.
             self._motions.setdefault(int(sample.tables[at[0]]), []).append(found)
 
     def _compare(self, group: _Group) -> None:
-        """Compares what waits of a group, in batches of one size."""
+        """Compares the waiting rows of a group, in batches of one size."""
         waiting, self._waiting[group] = self._waiting[group], []
         if not waiting:
             return
@@ -307,7 +306,7 @@ class Comparison:
             values = [padded(each[some], size) for each in parts]
             read = _program(*group, size)(*jax.device_put(values, host_device()))
             found = _relative(rows[some], np.asarray(read)[: len(rows[some])])
-            # Rows that a codec cannot hold are stored as they are, NaN and infinities too.
+            # Escaped rows are stored raw, so they have no error, even with NaN and infinities.
             found = np.where(exact[some], 0.0, found)
             known = ~np.isnan(found)
             self._errors.append((tables[some][known], found[known]))
@@ -326,15 +325,14 @@ def _batch_rows(group: _Group) -> int:
 
 
 def _relative(rows: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """Relative errors of rows, float64[rows]; NaN of rows of zeros."""
-    # As they are restored, and in double precision: the steps of the smallest numbers of a
-    # dtype are part of the error, and a float may not hold squares of what it holds.
-    # Rows that are not finite are stored as they are, whatever codes read as; some NaN cannot
-    # even be converted without a warning.
+    """Returns relative errors of rows, float64[rows]; NaN for rows of zeros."""
+    # Rows are compared as restored, since steps of the smallest numbers of a dtype are part of the
+    # error, and in double precision, since squares may overflow a float. Rows that are not finite
+    # are stored raw, whatever codes read as; some NaN cannot even be converted without a warning.
     with np.errstate(all="ignore"):
         rows = rows.astype(np.float64)
         off = rows - read
-        # Sums of squares, without an array of these.
+        # Sums of squares, without an array of the squares.
         error, norm = (np.einsum("ij,ij->i", x, x) for x in (off, rows))
         return np.where(norm > 0, np.sqrt(error / norm), np.nan)
 
@@ -343,7 +341,7 @@ def _relative(rows: np.ndarray, read: np.ndarray) -> np.ndarray:
 def _program(
     codec: Codec, dtype: np.dtype, width: int, size: int
 ) -> Callable[..., jax.Array]:
-    """So many rows of a batch, given the parts of their codes in order of their names."""
+    """Compiled function that decodes `size` rows from their parts, in the order of the names."""
     parts = codec.parts(width, dtype)
     names = sorted(parts)
 
@@ -356,5 +354,5 @@ def _program(
 
 
 def comparing_program(codec: Codec, dtype: np.dtype, width: int) -> Program:
-    """Program that compares such rows with what their codes read as."""
+    """Program that decodes rows of this codec, dtype and width in order to compare them."""
     return _program, (codec, dtype, width, _batch_rows((codec, dtype, width)))
