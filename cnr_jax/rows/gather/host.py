@@ -3,11 +3,11 @@
 Rows are gathered in the blocking part of a save, before the next train step can donate the
 buffers they are in. Gathered rows are fresh copies; nothing else here outlives the call.
 
-Two ways, chosen by platform and size. On CPU rows are gathered by numpy from a view of the buffer
-and encoded later, in the background: gathering needs no compilation, so a thousand tables of
-distinct shapes cost none, and rows of all tables of one width share the chunks. On accelerators
-rows are gathered and encoded at once on their device and only encoded bytes cross to the host;
-small shards go the first way there too, from a copy, because programs for each cost more.
+There are two ways, chosen by platform and size. On CPU numpy gathers rows from a view of the
+buffer, and they are encoded later, in the background. That needs no compilation, not even for a
+thousand tables of distinct shapes, and rows of all tables of one width share chunks. On
+accelerators rows are gathered and encoded at once on their device, and only encoded bytes cross to
+the host. Small shards go the first way there too, from a copy, as programs for each cost more.
 
 The next save uses the memory again. Fresh memory is slow where the system has to fetch it: every
 page is zeroed, and a virtual machine that hands free memory back to its host gets it again at a few
@@ -41,11 +41,11 @@ from cnr_jax.rows.tiling import (
     program_rows,
 )
 
-# That gather on the host.
+# Threads that gather on the host.
 _THREADS = min(4, os.cpu_count() or 1)
-# That are filled in less time than threads need to begin.
+# Fewer chunks than this are filled in less time than threads need to start.
 _FEW_CHUNKS = 3
-# Of rows of a tile: where they are fewer, threads wait for each other's Python.
+# Bytes of rows per tile: with fewer on average, threads wait for each other's Python.
 _SMALL_PIECE_BYTES = 64 << 10
 
 
@@ -54,7 +54,7 @@ class Chosen:
 
     Args:
         tiling: tiling that is saved.
-        positions: sorted int64 positions within each range; None: all.
+        positions: sorted int64 positions of the rows within each range; None: all rows.
 
     Attributes:
         positions: positions of each range; None if all rows are saved. Tiles of one range share
@@ -76,13 +76,13 @@ class Chosen:
 
 
 def touched_positions(shards: Shards, clock: int) -> list[np.ndarray]:
-    """Positions within each range whose stamp is greater than `clock`, sorted, int64.
+    """Returns the rows of each range whose stamp is greater than `clock`: sorted int64 positions.
 
     Waits for the computation that produced the stamps.
     """
     tiling, rows = shards.tiling, shards.tiling.range_rows.tolist()
     bits: dict[int, jax.Array] = {}
-    # All devices work before the first one is waited for.
+    # All devices are set to work before the first one is waited for.
     for number, (where, _) in enumerate(tiling.stamps):
         if where == "device":
             bits[number] = _touched_bits(shards.stamps[number], clock)
@@ -90,7 +90,7 @@ def touched_positions(shards: Shards, clock: int) -> list[np.ndarray]:
     for numbers, stamps in zip(
         tiling.parts, shards.stamp_parts if tiling.parts else (), strict=True
     ):
-        # One look at the stamps of many ranges, whose positions are then cut apart.
+        # The stamps of many ranges are searched at once, and the positions then cut apart.
         positions = np.flatnonzero(stamps > clock)
         stops = np.cumsum(tiling.range_rows[numbers])
         ends = np.searchsorted(positions, stops)
@@ -111,8 +111,8 @@ def touched_positions(shards: Shards, clock: int) -> list[np.ndarray]:
 def gather_chunks(rows: Iterable[HostRows | Run], buffers: Buffers) -> Iterator[Chunk]:
     """Yields all rows, in order, in chunks.
 
-    On the host a chunk holds rows of several tiles, in memory from `buffers`; on a device each
-    tile has its own.
+    On the host a chunk may hold rows of several tiles, in memory from `buffers`. On a device each
+    tile has its own chunks.
     """
     for some in rows:
         if isinstance(some, HostRows):
@@ -122,7 +122,7 @@ def gather_chunks(rows: Iterable[HostRows | Run], buffers: Buffers) -> Iterator[
 
 
 def _gather_on_host(some: HostRows, buffers: Buffers) -> Iterator[Chunk]:
-    """Yields rows, several chunks being filled at a time where tiles are large."""
+    """Yields rows in chunks; several chunks are filled at a time where tiles are large."""
     ends = np.cumsum(some.counts)
     total = int(ends[-1]) if len(ends) else 0
     large = chunk_rows(some.width, some.dtype.itemsize)
@@ -135,13 +135,13 @@ def _gather_on_host(some: HostRows, buffers: Buffers) -> Iterator[Chunk]:
         calls.append(_Filling(first, last, done, stop - start, size))
 
     def fill(call: _Filling) -> Chunk:
-        # Asked for here, one by one: else all would be in use until the last is taken.
+        # Buffers are asked for one by one, or all would be in use until the last is yielded.
         rows = buffers.empty((call.size, some.width), some.dtype)
         return _fill(some, rows, call)
 
     pieces = total * some.width * some.dtype.itemsize // _SMALL_PIECE_BYTES
     if len(calls) < _FEW_CHUNKS or len(some.counts) > pieces:
-        # Starting threads takes as long, or copying waits for Python rather than for memory.
+        # Threads do not pay: they take as long to start, or copies wait for Python, not memory.
         yield from map(fill, calls)
         return
     filling: collections.deque[Future[Chunk]] = collections.deque()
@@ -175,7 +175,7 @@ class _Filling(NamedTuple):
 
 
 def _fill(some: HostRows, rows: np.ndarray, call: _Filling) -> Chunk:
-    # Rows past the last are encoded too, as whatever they are, and dropped: zeros are quick.
+    # Padding is encoded too, whatever its values, and then dropped: zeros are quick to encode.
     rows[call.count :] = 0
     keys = None if some.keys_of is None else np.zeros(len(rows), np.uint32)
     words, at, done = row_words(rows), 0, call.done
@@ -188,7 +188,7 @@ def _fill(some: HostRows, rows: np.ndarray, call: _Filling) -> Chunk:
         else:
             if end - done < len(positions):
                 positions = positions[done:end]
-            # "clip" skips a bounds check that copies; positions are within the tile.
+            # "clip" avoids the bounds check, which copies; positions are within the tile.
             index = positions + first if first else positions
             some.words[tile].take(index, 0, out, "clip")
         if keys is not None:
@@ -201,7 +201,7 @@ def _fill(some: HostRows, rows: np.ndarray, call: _Filling) -> Chunk:
 
 
 def _touched_bits(stamps: jax.Array, clock: int) -> jax.Array:
-    """Marks stamps of a shard greater than `clock`, a bit each; not waited for."""
+    """Starts to mark the stamps of a shard that are greater than `clock`, one bit each."""
     device = stamps.device
     assert isinstance(device, jax.Device)
     program = _bits_program(stamps.shape, device)
@@ -213,25 +213,25 @@ def _bits_program(
     shape: tuple[int, ...], device: jax.Device
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def touched_bits(stamps: jax.Array, clock: jax.Array) -> jax.Array:
-        # One bit a row, eight to a byte: the host needs 1/32 of the stamps' bytes.
+        # One bit a row, eight to a byte: the host gets 1/32 of the stamps' bytes.
         return jnp.packbits(stamps > clock, bitorder="little")
 
     return compiled(touched_bits, device, (shape, np.int32), ((), np.int32))
 
 
 def stamps_program(rows: int, device: jax.Device) -> Program:
-    """Program that chooses rows of a shard with this many stamps on a device."""
+    """Program that finds the touched rows of a shard with this many stamps on a device."""
     return _bits_program, ((rows,), device)
 
 
 class Buffers:
-    """Pool of memory for chunks, which takes it back when nothing refers to it any more.
+    """Pool of memory for chunks, which takes memory back when nothing refers to it any more.
 
-    Nobody has to say when that is: what was handed out may be on its way through an encoder or
-    a file while the save that asked for it is long reported.
+    Nobody has to return memory: it may still be on its way through an encoder or a file when
+    the save that asked for it is long reported.
 
     Args:
-        keep_bytes: bytes that may lie idle.
+        keep_bytes: the most bytes that may lie idle.
 
     Example:
         >>> buffers = Buffers(1 << 30)
@@ -243,10 +243,10 @@ class Buffers:
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
-        # One size for all: that of large chunks of any width.
+        # All buffers have one size, that of large chunks of any width.
         self._size = tiling.CHUNK_BYTES
-        # Taken from and added to by several threads, and added to wherever a last reference
-        # goes, which may be within a call of the same thread: so there is no lock.
+        # Several threads take from it and add to it. A thread adds wherever a last reference goes,
+        # perhaps within another call here of its own, so there is no lock.
         self._idle: collections.deque[np.ndarray] = collections.deque()
 
     @property
@@ -255,22 +255,21 @@ class Buffers:
         return len(self._idle) * self._size
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns memory as `aligned_empty` does, used before if there is some."""
+        """Returns memory as `aligned_empty` does, but takes idle memory if there is some."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not self._size // 2 < nbytes <= self._size:
             return aligned_empty(shape, dtype)
         try:
             memory = self._idle.pop()
         except IndexError:
-            # Not several chunks in one piece: for 4 MiB and more numpy asks for huge pages, and
-            # while the kernel moved memory to make them, a full of 1 GB took up to three times
-            # as long.
+            # Not several chunks in one piece: from 4 MiB on numpy asks for huge pages. While the
+            # kernel moved memory to make them, a full of 1 GB took up to three times as long.
             memory = aligned_empty((self._size,), np.dtype(np.uint8))
         lent = np.asarray(_Lent(memory, self))
         return lent[:nbytes].view(dtype).reshape(shape)
 
     def close(self) -> None:
-        """Gives idle memory back to the system, and keeps none any more."""
+        """Gives idle memory back to the system, and keeps none from now on."""
         self._keep_bytes = 0
         self._idle.clear()
 
@@ -280,7 +279,7 @@ class Buffers:
 
 
 class _Lent:
-    """Owner of lent memory, to which arrays refer: it goes when the last of them does."""
+    """Owner of lent memory, to which arrays refer; it is deleted with the last of them."""
 
     def __init__(self, memory: np.ndarray, owner: Buffers) -> None:
         self._memory, self._owner = memory, owner
