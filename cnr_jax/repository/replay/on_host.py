@@ -1,6 +1,6 @@
-"""Decoding rows on the host, by programs of two sizes that all tables share.
+"""Decoding of rows on the host, by programs of two sizes that all tables share.
 
-Rows of many small regions are decoded in one call: a call costs as much as thousands of rows.
+One call decodes rows of many small regions, as a call costs as much as thousands of rows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from cnr_jax.rows.tiling import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoding:
-    """Encoded rows and where they go.
+    """Encoded rows to be decoded, and the array that they go to.
 
     Attributes:
-        encoding: of the rows.
-        parts: `[count, width of the part]`.
+        encoding: encoding of the rows.
+        parts: parts of the rows, each `[count, width of the part]`.
         count: number of rows.
-        out: `[rows, *wanted shape of a row]`.
-        at: rows of `out`, one for each; None: the first `count`, in order.
+        out: array that gets the decoded rows, `[rows, *wanted shape of a row]`.
+        at: the row of `out` that each row goes to; None: the first `count`, in order.
     """
 
     encoding: Encoding
@@ -44,7 +44,7 @@ class Decoding:
     at: np.ndarray | None = None
 
     def put(self, rows: np.ndarray, first: int) -> None:
-        """Puts decoded rows in place, the first of which is row `first` of these."""
+        """Puts decoded rows into `out`; the first of them is row `first` of this decoding."""
         last = first + len(rows)
         where = slice(first, last) if self.at is None else self.at[first:last]
         encoding = self.encoding
@@ -56,8 +56,8 @@ def host_rows(merged: Merged, rows: int, out: np.ndarray | None) -> np.ndarray:
 
     Args:
         merged: the rows.
-        rows: how many there are.
-        out: where they go, `[rows, *shape of a row]`; None: a new array of their own dtype.
+        rows: number of rows.
+        out: array that they go to, `[rows, *shape of a row]`; None: a new one of their own dtype.
     """
     out, main, patches = decodings(merged, rows, out)
     decode_all(main)
@@ -68,11 +68,11 @@ def host_rows(merged: Merged, rows: int, out: np.ndarray | None) -> np.ndarray:
 def decodings(
     merged: Merged, rows: int, out: np.ndarray | None
 ) -> tuple[np.ndarray, list[Decoding], list[Decoding]]:
-    """What there is to decode of merged rows.
+    """Returns the decodings that merged rows need; the arguments are those of `host_rows`.
 
     Returns:
-        The array that will hold them; rows to be decoded into it first; and patches, to be
-        decoded after those.
+        The array that will hold the rows; what is to be decoded into it first; and patches, to be
+        decoded after that.
     """
     encoding = merged.encoding
     patches: list[Decoding] = []
@@ -93,7 +93,7 @@ def decodings(
 
 @own_settings()
 def decode_all(items: Sequence[Decoding]) -> None:
-    """Decodes rows of many regions; no row of an array may be in two of them."""
+    """Decodes rows of many regions; no two decodings may write the same row of an array."""
     groups: dict[tuple[Codec, int, np.dtype], list[Decoding]] = {}
     for item in items:
         if isinstance(item.encoding.codec, Raw):
@@ -130,7 +130,7 @@ def _decoded(
 ) -> np.ndarray:
     count = len(next(iter(parts.values())))
     size = program_rows(count, large)
-    # One device for all regions: a program is compiled once for each device it runs on.
+    # All regions use one device, as a program is compiled once for each device it runs on.
     block = {name: padded(part, size) for name, part in parts.items()}
     block = jax.device_put(block, host_device())
     return np.asarray(_decode(codec, block, width, dtype))[:count]
