@@ -1,7 +1,7 @@
-"""Single rows of a leaf, each from the newest checkpoint of a chain that holds it.
+"""Single rows of a leaf, each read from the newest checkpoint of a chain that holds it.
 
-Where a restore reads all of a region and lets later rows take the places of earlier ones, this
-goes from the newest checkpoint back, and reads of each only the chunks of rows not found yet.
+A restore reads all of a region and lets later rows replace earlier ones. This module goes from the
+newest checkpoint back, and reads from each only the chunks of rows that it has not found yet.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from cnr_jax.state.layouts import Identity, layout_from
 def picked_rows(
     chain: Sequence[StepReader], table: str, leaf: str, stored: np.ndarray
 ) -> np.ndarray:
-    """Rows of a leaf, decoded on the host; those that nothing holds are zeros.
+    """Returns rows of a leaf, decoded on the host; rows that no checkpoint holds are zeros.
 
     Args:
-        chain: the full checkpoint first.
+        chain: checkpoints of the chain, the full one first.
         table: name of the table.
         leaf: `"table"`, or the name of a slot.
-        stored: where the rows lie in the stored array, int64, sorted, none twice.
+        stored: stored rows to be read, int64, sorted, none twice.
 
     Returns:
         `[len(stored), *shape of a row]`, of the dtype that was saved.
@@ -55,7 +55,7 @@ def picked_rows(
     entry = next(x for x in chain[0].tables[table].leaves if x.name == leaf)
     whole = tuple((0, size) for size in entry.shape)
     pieces = split_columns(chain, table, leaf, whole)
-    # Read before room is made for them: what a manifest promises may not be stored.
+    # Rows are read before room is made for them: what a manifest promises may not be stored.
     found = [list(_found(chain, table, leaf, stored, piece)) for piece in pieces]
     out = np.zeros((len(stored), *entry.shape[1:]), chain[0].dtypes[table, leaf])
     items: list[Decoding] = []
@@ -69,7 +69,7 @@ def picked_rows(
 def _merged_rows(
     chain: Sequence[StepReader], table: str, leaf: str, stored: np.ndarray
 ) -> np.ndarray:
-    """Rows that may be sums, for which all of the chain is read."""
+    """Returns rows that may be sums of differences, for which all of the chain is read."""
     entry = chain[0].tables[table]
     layout = layout_from(entry.layout.name, entry.layout.configuration)
     count, taken = len(stored), np.asarray(layout.to_logical(stored))
@@ -87,10 +87,10 @@ def _merged_rows(
 def _found(
     chain: Sequence[StepReader], table: str, leaf: str, stored: np.ndarray, piece: Box
 ) -> Iterator[tuple[Encoding, dict[str, np.ndarray], np.ndarray]]:
-    """The encoded rows of a piece, of which each tile has all columns or none.
+    """Finds the encoded rows of a piece, of which each tile has all columns or none.
 
     Yields:
-        How they are encoded, their parts, and which of `stored` they are.
+        Encoding of some rows, their parts, and their indices in `stored`.
     """
     left = np.ones(len(stored), bool)
     for reader in reversed(chain):
@@ -102,7 +102,7 @@ def _found(
             start, stop = tile.box[0]
             first, last = np.searchsorted(stored, (start, stop))
             trailing = tuple(b - a for a, b in tile.box[1:])
-            # Of segments of a tile the later one counts.
+            # If two segments of a tile hold a row, the later one counts.
             for segment in reversed(tile.segments):
                 at = first + np.flatnonzero(left[first:last])
                 if not len(at):
@@ -134,15 +134,15 @@ def _read(
     part: Part,
     index: np.ndarray,
 ) -> np.ndarray:
-    """A part of the rows `index` of a segment, sorted: `[len(index), part.width]`.
+    """Reads a part of the rows `index`, sorted, of a segment: `[len(index), part.width]`.
 
-    Chunks without any of them are not read.
+    Chunks without any of these rows are not read.
     """
     array, offset = reader.part(process, segment, name, part)
     chunk = reader.processes[process].arrays[segment.parts[name].array].chunk
     begins = offset + index * part.width
     first, last = begins // chunk, (begins + part.width - 1) // chunk
-    # So few bytes at a time are cut from chunks that are kept.
+    # Reads of no more than this many bytes are cut from chunks that are kept in memory.
     block = index * part.width * part.dtype.itemsize // SMALL_READ_BYTES
     cuts = np.flatnonzero((first[1:] > last[:-1]) | (block[1:] != block[:-1])) + 1
     found: list[np.ndarray] = []
