@@ -1,12 +1,12 @@
-"""Rebuilding table leaves from a chain, for any sharding.
+"""Rebuilding of table leaves from a chain, for any sharding.
 
-For each *region*, the part of a leaf that a local device holds, the rows of the chain that fall
-into it are read and merged while they are encoded, later checkpoints over earlier ones, and then
-decoded where they stay. Nothing is communicated between processes.
+A *region* is the part of a leaf that a local device holds. The rows of the chain that fall into it
+are read and merged while they are encoded, later checkpoints over earlier ones, and then decoded
+where they stay. Processes do not communicate.
 
-For small leaves what counts is calls, not bytes. So where all devices of a small leaf are local, it
-is put together as one array on the host and cut by JAX; rows of many leaves are decoded by one
-call; and no program is compiled for the shape of a leaf.
+For small leaves calls count, not bytes. So if all devices of a small leaf are local, it is put
+together as one array on the host, which JAX cuts; one call decodes rows of many leaves; and no
+program is compiled for the shape of a leaf.
 
 Differs from Check-N-Run in: 1. the region, not the table, is the unit, so any mesh can read what
 any other wrote; 2. a row is decoded once, however long the chain; 3. codes, not decoded rows,
@@ -49,7 +49,7 @@ from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.rows.tiling import aligned_empty
 
-# Decoded bytes of a leaf on this process below which it is decoded on the host: to compile a
+# Decoded bytes of a leaf on this process below which it is decoded on the host. To compile a
 # program for its shape (0.1 s) would take longer, and a thousand tables would need a thousand.
 SMALL_BYTES = 64 << 20
 # Encoded bytes of an accelerator's region that are merged at once: bounds host memory.
@@ -57,14 +57,14 @@ SLAB_BYTES = 64 << 20
 # Encoded bytes of regions on CPU that are merged before they are decoded: bounds host memory.
 HOST_BYTES = 4 << 30
 # Decoded bytes of leaves that are put together at a time. Their encoded rows are all in memory,
-# and before a batch is decoded nothing of it is on its device.
+# and nothing of a batch is on its device before all of it is decoded.
 BATCH_BYTES = 128 << 20
-# Of an array that is put together: shape, dtype and sharding.
+# Shape, dtype and sharding of an array that is put together.
 Abstract = jax.ShapeDtypeStruct | jax.Array
 
 
 def abstract_of(value: Any) -> jax.ShapeDtypeStruct:
-    """What a leaf of a state is put together as: on one device, if it does not say where."""
+    """Shape, dtype and sharding of a leaf of a state; on one device if it has no sharding."""
     sharding = getattr(value, "sharding", None)
     if sharding is None:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
@@ -75,14 +75,14 @@ def restore_leaves(
     chain: Sequence[StepReader],
     wanted: Sequence[tuple[str, str, Target, Abstract]],
 ) -> list[jax.Array]:
-    """Leaves of tables, sharded as it is said. May return before they are decoded.
+    """Restores leaves of tables with the wanted shardings. May return before they are decoded.
 
     Args:
         chain: the checkpoints to replay, the full one first.
         wanted: for each leaf the name of its table in the chain; `"table"` or the name of a slot;
             rows and layout that are wanted; and shape, dtype and sharding, where `shape[0]` is
-            the target's `padded_rows`. Of an array they come with values: rows that take none of
-            the chain's have those. Else they are zeros.
+            the target's `padded_rows`. If an array gives the latter, rows that take none of the
+            chain's have its values. Otherwise such rows are zeros.
 
     Raises:
         IntegrityError: if data is missing or damaged.
@@ -108,7 +108,7 @@ def restore_leaves(
 
 
 def _is_small(leaf: WantedLeaf, abstract: Abstract) -> bool:
-    """Whether the regions of a leaf on this process are to be decoded on the host."""
+    """Whether the regions of a leaf on this process are small enough to be decoded on the host."""
     elements = sum(math.prod(shape_of(box)) for box in host_boxes(abstract))
     return elements * leaf.dtype.itemsize < SMALL_BYTES
 
@@ -122,7 +122,7 @@ def _restore_large(wanted: WantedLeaf, abstract: Abstract) -> jax.Array:
         region = region_of(wanted, box)
         raw = isinstance(region.encodings[0].codec, Raw)
         if _is_host(devices[0]) and (raw or len(region.pieces) > 1):
-            # No program could return them at once.
+            # Raw rows need no program, and no single call could return several pieces at once.
             rows = _host_region(wanted, region)
             arrays |= {device: jax.device_put(rows, device) for device in devices}
         else:
@@ -154,7 +154,7 @@ def _host_region(leaf: WantedLeaf, region: Region) -> np.ndarray:
 def _finished(
     leaf: WantedLeaf, box: Box, rows: np.ndarray, left: np.ndarray
 ) -> np.ndarray:
-    """Decoded rows of a region as they are wanted, those that are left filled in."""
+    """Converts decoded rows of a region to the wanted dtype, and fills in those that are left."""
     rows = converted(rows, leaf.dtype)
     if leaf.own is not None and len(left):
         fill(rows, box, leaf.own, left)
@@ -169,7 +169,7 @@ def _is_host(device: jax.Device) -> bool:
 def _batches(
     group: list[tuple[jax.Device, Region]],
 ) -> Iterator[list[tuple[jax.Device, Region]]]:
-    """Devices whose regions are merged at a time."""
+    """Yields batches of devices whose regions are merged at a time."""
     device, region = group[0]
     nbytes = max(
         _slab(region, i, device) * k.row_bytes for i, k in enumerate(region.encodings)
@@ -180,7 +180,7 @@ def _batches(
 
 
 def _slab(region: Region, piece: int, device: jax.Device) -> int:
-    """Rows of a piece that are merged at a time."""
+    """Number of rows of a piece that are merged at a time."""
     if _is_host(device) and len(region.pieces) == 1:
         return region.rows
     return min(region.rows, max(1, SLAB_BYTES // region.encodings[piece].row_bytes))
@@ -197,8 +197,8 @@ def _decoded(
         shards = {shard.device: shard.data for shard in leaf.own.addressable_shards}
         own = [shards[device] for device in devices]
     shape = shape_of(region.box)
-    # Piece, first row and number of rows. Slabs of a piece are of one size, so that one program
-    # decodes them; the last two may overlap.
+    # Piece, first row and number of rows of each slab. Slabs of a piece have one size, so that one
+    # program decodes them all; the last two may overlap.
     steps = [
         (piece, min(start, region.rows - size), size)
         for piece in range(len(region.pieces))
@@ -222,7 +222,7 @@ def _decoded(
         merged = _merged(leaf, [each for _, each in batch], piece, start, rows)
         program = on_device.with_patches(guess, merged)
         if out is not None:
-            # One slab is decoded while the next is read; more would pile up.
+            # One slab is decoded while the next is read. Without the wait, more would pile up.
             out.block_until_ready()
         columns = [s.start for s in columns_in(region.box, region.pieces[piece])]
         at = None if whole else [start, *columns]
@@ -234,13 +234,14 @@ def _decoded(
 def _merged(
     leaf: WantedLeaf, regions: list[Region], piece: int, start: int, rows: int
 ) -> list[Merged]:
-    """A slab of each region; of replicas once."""
+    """Merges a slab of each region; replicas of a region share the result."""
     found: dict[Box, Merged] = {}
     for region in regions:
         if region.box not in found:
             first = region.box[0][0] + start
             box = ((first, first + rows), *region.pieces[piece][1:])
-            # The encoding of the whole region: this slab may be padding only, or a delta's.
+            # The encoding is that of the whole region: this slab may hold only padding, or only
+            # rows of a delta.
             found[region.box] = leaf.merged(box, region.encodings[piece])
     return [found[region.box] for region in regions]
 
@@ -249,11 +250,11 @@ def _merged(
 def restore_stamps(
     chain: Sequence[StepReader], wanted: Sequence[tuple[str, Target, Sharding]]
 ) -> list[jax.Array]:
-    """Stamps under which the next delta is right, whichever of `chain` is its parent.
+    """Stamps with which the next delta is right, whichever checkpoint of `chain` is its parent.
 
     The clock is counted anew: 0 for the full checkpoint, 1 for the first delta, and so on. A
-    row gets the number of the newest checkpoint that holds it, so rows stamped after checkpoint
-    `k` are those in which a later one differs from it.
+    row gets the number of the newest checkpoint that holds it. So rows stamped after checkpoint
+    `k` are those in which later ones differ from it.
 
     Args:
         chain: the checkpoints that were replayed, the full one first.
@@ -276,7 +277,7 @@ def restore_stamps(
 def restored_stamps(
     chain: Sequence[StepReader], table: str, target: Target, rows: tuple[int, int]
 ) -> np.ndarray:
-    """The stamps of `restore_stamps` for some rows, int32[rows[1] - rows[0]]."""
+    """Stamps of `restore_stamps` for rows `rows[0]` to `rows[1]`, int32[rows[1] - rows[0]]."""
     stamps = np.zeros(rows[1] - rows[0], np.int32)
     for clock, reader in enumerate(chain[1:], start=1):
         for at in _rows_in(reader, table, target, rows):
@@ -287,7 +288,7 @@ def restored_stamps(
 def _rows_in(
     reader: StepReader, table: str, target: Target, rows: tuple[int, int]
 ) -> Iterator[Index]:
-    """Rows within `rows` that a checkpoint holds any leaf of, relative to the first.
+    """Yields the rows within `rows` of which a checkpoint holds any leaf, relative to `rows[0]`.
 
     Tiles of different leaves may hold different rows: see SPEC, section 8.
     """
@@ -305,7 +306,7 @@ def _rows_in(
 def restore_small(
     leaves: Sequence[tuple[WantedLeaf, Abstract]],
 ) -> Iterator[jax.Array]:
-    """Small leaves in the order in which they are given, sharded as they are wanted.
+    """Yields small leaves in the order given, with the wanted shardings.
 
     Raises:
         IntegrityError: if data is missing or damaged.
@@ -341,9 +342,9 @@ def _batch(leaves: Sequence[tuple[WantedLeaf, Abstract]]) -> list[jax.Array]:
 def _region(
     leaf: WantedLeaf, box: Box, main: list[Decoding], patches: list[Decoding]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """An array for a region, and which of its rows are left.
+    """Returns an array for a region, and the rows of it that are left.
 
-    Puts into `main` and `patches` what is still to be decoded into it.
+    Adds to `main` and `patches` what is still to be decoded into the array.
     """
     pieces, rows = split_columns(leaf.chain, leaf.table, leaf.name, box), box[0]
     whole = None
@@ -363,7 +364,7 @@ def _region(
 
 
 def host_boxes(abstract: Abstract) -> list[Box]:
-    """The regions in which an array is put together on the host; see `placed`."""
+    """Regions in which an array is put together on the host; see `placed`."""
     sharding = abstract.sharding
     assert isinstance(sharding, Sharding)
     if sharding.is_fully_addressable:
@@ -389,7 +390,7 @@ def placed(
                 for device in devices
             }
             arrays[i] = global_array(each.shape, each.sharding, each.dtype, shards)
-    # In one call: calls cost more than small arrays do.
+    # One call puts all arrays: calls cost more than small arrays do.
     put = jax.device_put(whole, {i: abstract[i].sharding for i in whole})
     arrays.update(put)
     return [arrays[i] for i in range(len(arrays))]
