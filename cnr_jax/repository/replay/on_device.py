@@ -1,8 +1,8 @@
-"""From merged rows to arrays on devices: decoded once, where they stay.
+"""Decoding of merged rows into arrays on devices, once, where they stay.
 
-One program decodes the regions of all local devices: only codes cross to an accelerator, and on
-CPU the result is memory of JAX's own, which a train step can donate. It is compiled for the shape
-of a region, so it is for large ones; small ones are decoded on the host, see on_host.py.
+One program decodes the regions of all local devices. Only codes cross to an accelerator, and on
+CPU the result is memory of JAX's own, which a train step can donate. The program is compiled for
+the shape of a region, so only large regions use it; on_host.py decodes small ones on the host.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from cnr_jax.rows.tiling import ahead_of_time, padded
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramKey:
-    """What a program that decodes regions of several devices is compiled for.
+    """Key of a program that decodes regions of several devices: what it is compiled for.
 
     Attributes:
-        devices: each decodes a region of its own.
-        encoding: of most rows.
-        rows: of each region.
-        patches: encoding and room for rows of each patch.
-        dtype: of the result.
-        into: shape of the array that the rows are put into; None: they are the result.
-        fills: whether rows that are left have the values of an array of its own region.
+        devices: devices, each of which decodes a region of its own.
+        encoding: encoding of most rows.
+        rows: number of rows of each region.
+        patches: encoding of each patch, and the number of rows that it has room for.
+        dtype: dtype of the result.
+        into: shape of the array that the rows are put into; None: the rows are the result.
+        fills: whether rows that are left take the values of an array that each device has.
     """
 
     devices: tuple[jax.Device, ...]
@@ -48,12 +48,12 @@ class ProgramKey:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of everything that goes in and comes out: the first axis, one region per device."""
+        """Sharding of all arguments and the result: one region per device, along the first axis."""
         return NamedSharding(Mesh(np.array(self.devices), ("region",)), P("region"))
 
 
 def with_patches(program: ProgramKey, merged: Sequence[Merged]) -> ProgramKey:
-    """The program for regions that have patches, one on each device."""
+    """Returns the key with room for the patches of these regions, one on each device."""
     room: dict[Encoding, int] = {}
     for region in merged:
         for patch in region.patches:
@@ -65,7 +65,7 @@ def with_patches(program: ProgramKey, merged: Sequence[Merged]) -> ProgramKey:
 
 
 def _room(rows: int) -> int:
-    """Room for a patch: few sizes, so that few programs are compiled."""
+    """Rows that a patch gets room for: one of few sizes, so that few programs are compiled."""
     size = 64
     while size < rows:
         size *= 4
@@ -74,7 +74,7 @@ def _room(rows: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def prepare(program: ProgramKey) -> concurrent.futures.Future[Any]:
-    """Starts to compile a program, while rows are being read."""
+    """Starts to compile a program in a thread, so that rows can be read meanwhile."""
     return _compiler().submit(_compile, program)
 
 
@@ -126,7 +126,7 @@ def _wanted_rows(encoding: Encoding, parts: Mapping[str, jax.Array]) -> jax.Arra
 
 
 def _arguments(program: ProgramKey) -> tuple[Any, ...]:
-    """Shapes of what a program takes."""
+    """Returns the shapes, dtypes and shardings of a program's arguments."""
     count, sharding = len(program.devices), program.sharding
 
     def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -164,10 +164,10 @@ def run(
     """Decodes a region on each device.
 
     Args:
-        program: for these regions, as `with_patches` returned it.
+        program: key for these regions, from `with_patches`.
         merged: one region for each device.
-        out: what they are put into, donated.
-        start: where they go in each device's region of `out`.
+        out: array that the regions are put into; it is donated.
+        start: indices at which they begin in each device's region of `out`.
         own: for each device its region of the array that fills in rows that are left.
 
     Returns:
@@ -227,7 +227,7 @@ def _put_patch(
 def zeros(
     devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: np.dtype
 ) -> Any:
-    """A program that makes regions of zeros, one on each device, one after the other."""
+    """Compiled program that makes regions of zeros, one on each device, along the first axis."""
     sharding = NamedSharding(Mesh(np.array(devices), ("region",)), P("region"))
     whole = (len(devices) * shape[0], *shape[1:])
     make = functools.partial(jnp.zeros, whole, dtype)
