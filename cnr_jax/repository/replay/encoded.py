@@ -1,6 +1,6 @@
-"""Which stored rows a region of a leaf takes, where they go, and how they are encoded.
+"""Stored rows that a region of a leaf takes: which they are, where they go, how they are encoded.
 
-Arithmetic on tiles, row ids and layouts: of arrays, nothing but row ids is read here.
+This is arithmetic on tiles, row ids and layouts. The only arrays that it reads are row ids.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from cnr_jax.rows.codecs.sparse import RowsAt
 from cnr_jax.state.layouts import Identity, RowLayout, layout_from
 
 Index = np.ndarray | slice
-# For so many regions of a table it is kept where their rows come from: the rows of its next leaf,
-# most often. Bounds host memory.
+# Regions of a table for which it is kept where their rows come from: mostly, the rows of its next
+# leaf come from there too. Bounds host memory.
 _KEPT_REGIONS = 16
 
 
@@ -36,9 +36,9 @@ class Target:
     """A table as it is wanted: how many rows, where they lie, and which stored rows they take.
 
     Attributes:
-        rows: logical rows.
-        layout: may differ from the checkpoint's.
-        padded_rows: stored rows; may differ too.
+        rows: number of logical rows.
+        layout: layout of the rows; may differ from the checkpoint's.
+        padded_rows: number of stored rows; may differ too.
         taken: integer[rows], the checkpoint's logical row that each logical row takes, -1: none;
             None: each takes the row of its own number, as far as the checkpoint has it.
     """
@@ -53,15 +53,15 @@ class Target:
     _sums: dict[Any, tuple[np.ndarray, ...]] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
-    # By the entry, which is asked about for each segment of each leaf: it cannot be hashed.
+    # By the id of the entry, which cannot be hashed: each segment of each leaf asks about it.
     _unmoved: dict[int, tuple[TableEntry, int | None]] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
 
     def unmoved(self, entry: TableEntry) -> int | None:
-        """How many of the first rows lie where they are stored, while those after them take none.
+        """Number of first rows that stay where they are stored, while later ones take no row.
 
-        None: rows move, and `origins` tells from where.
+        None: rows move, and `origins` returns where they come from.
         """
         known = self._unmoved.get(id(entry))
         if known is None:
@@ -77,23 +77,23 @@ class Target:
         return min(entry.rows, self.rows) if saved == Identity() else None
 
     def keep_sums(self, sources: object, sums: tuple[np.ndarray, ...]) -> None:
-        """Keeps parts of a region that another leaf shares, by what they were added up from."""
+        """Keeps parts of a region that another leaf shares, by the sources of their sums."""
         if len(self._sums) == _KEPT_REGIONS:
             self._sums.clear()
         self._sums[sources] = sums
 
     def take_sums(self, sources: object) -> tuple[np.ndarray, ...] | None:
-        """Parts that were kept, once: two leaves share them."""
+        """Returns kept parts and forgets them, as two leaves share them; None: none are kept."""
         return self._sums.pop(sources, None)
 
     def origins(
         self, entry: TableEntry, rows: tuple[int, int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The stored rows that rows `rows[0]` to `rows[1]` take, and which of them takes each.
+        """Finds the stored rows that rows `rows[0]` to `rows[1]` take, and which row takes each.
 
         Returns:
-            Stored rows, sorted, one for each that takes it; and rows relative to `rows[0]`.
-            Rows that take none, padding among them, are not there.
+            Stored rows, sorted, once for each row that takes them; and those rows, relative to
+            `rows[0]`. Rows that take none, such as padding, are left out.
         """
         saved = _layout(entry)
         key = saved, entry.rows, rows
@@ -126,11 +126,11 @@ def overlap(
     target: Target,
     rows: tuple[int, int],
 ) -> tuple[Index, Index]:
-    """Which rows of a segment rows `rows[0]` to `rows[1]` of a target take, and where they go.
+    """Finds the rows of a segment that rows `rows[0]` to `rows[1]` of a target take.
 
     Returns:
-        Sorted indices into the segment, more than one of a row that several take; and rows
-        relative to `rows[0]`. Slices where they are runs.
+        Sorted indices into the segment, repeated if several rows take the same one; and the rows
+        that they go to, relative to `rows[0]`. Slices where they are runs.
     """
     entry = reader.tables[tile.table]
     start, stop = tile.box[0]
@@ -157,7 +157,7 @@ def overlap(
     positions = listed_rows(reader, process, tile, segment)
     stored, at = target.origins(entry, rows)
     if positions is None:
-        # In their own dtype, else numpy copies them all.
+        # The bounds are in the dtype of `stored`, or numpy would copy all of it.
         first, last = np.searchsorted(stored, np.array((start, stop), stored.dtype))
         return stored[first:last] - np.int64(start), at[first:last]
     held = (positions + start).astype(stored.dtype)
@@ -169,7 +169,7 @@ def overlap(
 
 
 def shared_columns(tile: Box, region: Box) -> tuple[tuple[int, int], ...] | None:
-    """Those of a tile's columns that a region has, in each dimension; None for no column."""
+    """Start and stop of a tile's columns that a region has, by dimension; None: it has none."""
     found: list[tuple[int, int]] = []
     for (a, b), (c, d) in zip(tile, region, strict=True):
         start, stop = max(a, c), min(b, d)
@@ -182,7 +182,7 @@ def shared_columns(tile: Box, region: Box) -> tuple[tuple[int, int], ...] | None
 def split_columns(
     chain: Sequence[StepReader], table: str, leaf: str, box: Box
 ) -> tuple[Box, ...]:
-    """Cuts a region so that of each tile of the chain a piece has all or none of its columns.
+    """Cuts a region into pieces so that each tile of the chain has all columns of a piece or none.
 
     Returns:
         Pieces of all rows of the region; the region itself where tables are split by rows only.
@@ -202,7 +202,7 @@ def length(index: Index) -> int:
 
 
 def as_array(index: Index) -> np.ndarray:
-    """The rows that an index picks, one by one."""
+    """Positions of the rows that an index picks, as an array."""
     return np.arange(index.start, index.stop) if isinstance(index, slice) else index
 
 
@@ -215,14 +215,15 @@ def picked(index: Index, start: int, stop: int) -> Index:
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """How rows are encoded, and which columns of theirs are wanted.
+    """Encoding of rows, and which of their columns are wanted.
 
-    Without slots, so that what follows from the attributes is worked out once.
+    The class has no slots, so that properties can be computed once and kept.
 
     Attributes:
+        codec: codec of the rows.
         trailing: shape of a row as it was encoded.
-        columns: start and stop of the wanted ones, for each dimension of `trailing`.
-        dtype: of the rows.
+        columns: start and stop of the wanted columns, for each dimension of `trailing`.
+        dtype: dtype of the rows.
     """
 
     codec: Codec
@@ -232,12 +233,12 @@ class Encoding:
 
     @functools.cached_property
     def width(self) -> int:
-        """Elements of an encoded row."""
+        """Number of elements of a row as it was encoded."""
         return int(np.prod(self.trailing, dtype=np.int64))
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a row, of its wanted columns."""
+        """Shape of the wanted columns of a row."""
         return tuple(stop - start for start, stop in self.columns)
 
     @functools.cached_property
@@ -255,7 +256,7 @@ class Encoding:
         rows: int,
         make: Callable[[tuple[int, int], np.dtype], np.ndarray] = np.empty,
     ) -> dict[str, np.ndarray]:
-        """An array for each part of so many rows."""
+        """Makes an array for each part of `rows` rows."""
         return {n: make((rows, p.width), p.dtype) for n, p in self.parts.items()}
 
     @functools.cached_property
@@ -266,7 +267,7 @@ class Encoding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Patch:
-    """Rows of another encoding than most: `parts[name][i]` is row `rows[i]` of the region."""
+    """Rows with an encoding other than most: `parts[name][i]` is row `rows[i]` of the region."""
 
     encoding: Encoding
     rows: np.ndarray
@@ -278,12 +279,12 @@ class Merged:
     """All rows of a region, encoded.
 
     Attributes:
-        encoding: of the rows in `parts`.
-        parts: `[rows, width of the part]`, aligned; of no meaning where a patch has the row, or
-            it is left.
+        encoding: encoding of the rows in `parts`.
+        parts: arrays `[rows, width of the part]`, aligned; without meaning for a row that a patch
+            has, or that is left.
         patches: the other rows, no row in two of them; one patch for each encoding.
-        left: rows that nothing holds, for what is wanted to fill in itself; empty where they are
-            a patch of zeros.
+        left: rows that no checkpoint holds, which the caller fills in; empty if a patch of zeros
+            has them.
     """
 
     encoding: Encoding
@@ -294,10 +295,10 @@ class Merged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Rows of a region that one segment holds: `index` of the segment goes to `at`.
+    """Rows of a region that one segment holds: rows `index` of the segment go to rows `at`.
 
     Attributes:
-        first: the rows come from the full checkpoint, which holds all rows.
+        first: whether the segment is the first of its tile in the full checkpoint, and no layer.
     """
 
     reader: StepReader
@@ -320,7 +321,7 @@ class Held:
         return self.segment.below is not None
 
     def sources(self, parts: Sequence[str]) -> object:
-        """What some parts of the rows come from: equal where another leaf has these parts too."""
+        """Key of what some parts of the rows come from: equal for a leaf that shares them."""
         refs = tuple(self.segment.parts.get(name) for name in parts)
         return (
             id(self.reader),
@@ -332,27 +333,27 @@ class Held:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all rows of the segment, in their order."""
+        """Whether these are all rows of the segment, in the segment's order."""
         count = self.reader.count(self.process, self.segment.row_ids)
         if isinstance(self.index, slice):
             return (self.index.start, self.index.stop) == (0, count)
         return self.count == count and np.array_equal(self.index, np.arange(count))
 
     def add(self, layer: Layer, rows: RowsAt) -> None:
-        """Adds what the segment holds to the rows that lie there."""
+        """Adds a layer of differences, read from the segment, to the rows below, in place."""
         assert isinstance(self.encoding.codec, Residual)
         self.encoding.codec.add(layer, rows)
 
     def digest(self) -> Digest:
-        """The digest of no rows yet, to be taken of all that lies below the whole segment."""
+        """Makes an empty digest, to be taken of all rows below the whole segment."""
         assert isinstance(self.encoding.codec, Residual)
         return Digest(self.encoding.codec)
 
     def check_below(self, digest: Digest) -> None:
-        """Checks that the rows of the whole segment lie on those that they were taken from.
+        """Checks that the rows below the whole segment are those its differences were taken from.
 
         Raises:
-            IntegrityError: if not.
+            IntegrityError: if they are others.
         """
         found = digest.hexdigest()
         if found != self.segment.below:
@@ -368,12 +369,12 @@ class Held:
 def held_rows(
     chain: Sequence[StepReader], table: str, leaf: str, target: Target, box: Box
 ) -> tuple[Held, ...]:
-    """What a chain holds of a region, in the order in which it applies."""
+    """Returns what each segment of a chain holds of a region, in the order of application."""
     found: list[Held] = []
     moved = {id(r): target.unmoved(r.tables[table]) is None for r in chain}
     for each in stored_segments(chain, table, leaf, box[1:]):
         reader, process, tile, segment, encoding, stored = each
-        if moved[id(reader)]:  # row by row: lists of them all are made
+        if moved[id(reader)]:  # `overlap` then makes lists of all rows
             check_rows_stored(reader, process, tile, segment)
         index, at = overlap(reader, process, tile, segment, target, box[0])
         if not length(index):
@@ -404,7 +405,7 @@ class StoredSegment(NamedTuple):
 def stored_segments(
     chain: Sequence[StepReader], table: str, leaf: str, columns: Box
 ) -> Iterator[StoredSegment]:
-    """Segments that a chain holds of some columns, in the order in which they apply."""
+    """Yields the segments of a chain that hold some columns, in the order in which they apply."""
     for reader in chain:
         dtype = reader.dtypes[table, leaf]
         for process, tile in reader.tiles(table, leaf):
@@ -426,7 +427,7 @@ def listed_rows(
     """Sorted positions in a tile of the rows that a segment holds, int64; None for all.
 
     Raises:
-        IntegrityError, FormatError: if they are missing or damaged, or fewer rows are stored.
+        IntegrityError, FormatError: if row ids are missing or damaged, or fewer rows are stored.
     """
     start, stop = tile.box[0]
     if reader.lists_all_of_some(process, segment.row_ids):
@@ -440,7 +441,7 @@ def check_rows_stored(
     """Checks that all rows of a segment are stored, before lists of them are made.
 
     Raises:
-        IntegrityError, FormatError: if not.
+        IntegrityError, FormatError: if some are not.
     """
     trailing = tuple(stop - start for start, stop in tile.box[1:])
     columns = tuple((0, size) for size in trailing)
@@ -451,7 +452,7 @@ def check_rows_stored(
 
 
 def _check_adds(reader: StepReader, codec: Codec, *, is_full: bool) -> None:
-    """Checks that rows of a segment may be added to what lies below them."""
+    """Checks that rows of a segment may be added to the rows below them."""
     if is_full or not isinstance(codec, Residual):
         where, kind = os.fspath(reader.directory), "full" if is_full else "delta"
         raise errors.FormatError(
@@ -483,9 +484,9 @@ def _encodings(
     columns: tuple[tuple[int, int], ...],
     dtype: np.dtype,
 ) -> tuple[Encoding, Encoding]:
-    """The encoding of rows as they are stored, and as they are once they were read.
+    """Returns the encoding of rows as they are stored, and as they are after reading.
 
-    Raw rows are cut to the wanted columns as they are read.
+    Raw rows are cut to the wanted columns while they are read.
     """
     stored = Encoding(codec, trailing, columns, dtype)
     if not isinstance(codec, Raw):
