@@ -1,9 +1,9 @@
 """Regions, the parts of a leaf that this process holds, and the newest rows of each, still encoded.
 
 Encoded rows are several times smaller than decoded ones, so a chain is replayed on codes, in host
-memory: each row is then decoded once, however many checkpoints hold it. Most rows of a region
-are of one *encoding*; those that are stored in another way (escaped rows, another codec in a later
-checkpoint) are kept beside, as patches, and read only if nothing newer holds them.
+memory. Each row is then decoded once, however many checkpoints hold it. Most rows of a region have
+one *encoding*. Rows that are stored in another way (escaped rows, another codec in a later
+checkpoint) are kept beside them as patches, unless a newer checkpoint holds them.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ BLOCK_BYTES = 4 << 20
 AHEAD_BYTES = 32 << 20
 # Where a row goes that is read only to be checked.
 _DROPPED = -1
-# Who holds a row that nothing holds.
+# Owner of a row that no segment holds.
 _NOBODY = -1
-# What waits for parts of rows.
+# Functions that wait for parts of rows and return them, by the names of the parts.
 _Layer = Mapping[str, Callable[[], np.ndarray | SparseRows]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WantedLeaf:
-    """The leaf to be restored, and what it is restored from.
+    """Leaf to be restored, and the chain that it is restored from.
 
     Attributes:
-        own: an array of the leaf's shape, dtype and sharding, whose values have the rows that
-            nothing holds; None: these are zeros.
+        own: an array of the leaf's shape, dtype and sharding, whose values fill the rows that
+            no checkpoint holds; None: these are zeros.
     """
 
     chain: Sequence[StepReader]
@@ -73,11 +73,11 @@ class WantedLeaf:
     own: jax.Array | None = None
 
     def held(self, box: Box) -> tuple[Held, ...]:
-        """What the chain holds of a region."""
+        """Returns what each segment of the chain holds of a region."""
         return held_rows(self.chain, self.table, self.name, self.target, box)
 
     def empty(self, box: Box) -> Encoding:
-        """The encoding of rows of a region that nothing holds."""
+        """The encoding of rows of a region that no checkpoint holds."""
         shape = shape_of(box)[1:]
         return Encoding(Raw(), shape, tuple((0, n) for n in shape), self.stored_dtype)
 
@@ -86,7 +86,7 @@ class WantedLeaf:
         return self._main(self.held(box), box)
 
     def _main(self, held: Sequence[Held], box: Box) -> Encoding:
-        """That in which rows are added, if any are, else that of the first that is held."""
+        """The encoding in which rows are added, if any are, else that of the first rows held."""
         adding = list({each.encoding: None for each in held if each.adds})
         if len(adding) > 1:
             where = os.fspath(self.chain[-1].directory)
@@ -99,11 +99,11 @@ class WantedLeaf:
         return found[0] if found else self.empty(box)
 
     def merged(self, box: Box, main: Encoding | None = None) -> Merged:
-        """The newest copy of each row of a region.
+        """Merges the newest copy of each row of a region.
 
         Args:
-            box: of the region.
-            main: the encoding in which most rows are to come; None: see `encoding`.
+            box: box of the region.
+            main: encoding that most rows are to have; None: that of `encoding`.
 
         Raises:
             IntegrityError: if data is missing or damaged.
@@ -120,13 +120,13 @@ class WantedLeaf:
     def overlaid(
         self, box: Box, main: Encoding | None = None, sums: Sums | None = None
     ) -> Merged:
-        """The newest copy of each row of a region that the chain holds; the others are left.
+        """Merges the newest copy of each row of a region that the chain holds; others are left.
 
         Args:
-            box: of the region.
+            box: box of the region.
             main: see `merged`.
-            sums: of the leaf of which this is the next block of rows; None: segments are checked
-                of which it has all rows.
+            sums: sums of the leaf whose next block of rows this is; None: the region is merged
+                alone, and only segments of which it has all rows are checked.
 
         Raises:
             IntegrityError, FormatError: as `merged`.
@@ -134,7 +134,7 @@ class WantedLeaf:
         held, rows = self.held(box), box[0][1] - box[0][0]
         if main is None:
             main = self._main(held, box)
-        # Squares and means share parts, which are added up for the first of both leaves.
+        # Squares and means share parts. They are added up for the first of both leaves.
         names = [n for n in getattr(main.codec, "summed", ()) if n in main.parts]
         mine = [each.sources(names) for each in held if each.encoding == main]
         sources = box, main.columns, tuple(mine)
@@ -155,7 +155,7 @@ class WantedLeaf:
             if each.encoding == main:
                 owners.claim(each.at, 0)
                 if known is not None:
-                    pass  # with the other leaf
+                    pass  # added up with the other leaf
                 elif each.adds:
                     take = below.take if id(each) in compared else None
                     queue.extend(_addings(each, parts, names, take))
@@ -174,10 +174,10 @@ class WantedLeaf:
 
 
 def _compared(held: Sequence[Held], main: Encoding, rows: int) -> set[int]:
-    """Segments of which it is compared what they are added to, by their `id`.
+    """Chooses the segments whose rows below are compared with their digests, by `id`.
 
-    A row is what was stored if it is so when the last segment that has it is added: left out are
-    those of which later ones that are compared, or replace rows, have all rows.
+    A row is right if it is right when the last segment that has it is added. So segments are left
+    out if later ones that are compared, or that replace rows, have all their rows.
     """
     found, later = set[int](), np.zeros(rows, np.bool_)
     for each in reversed(held):
@@ -192,10 +192,10 @@ def _compared(held: Sequence[Held], main: Encoding, rows: int) -> set[int]:
 
 
 class Sums:
-    """What lies below segments that are added, over all blocks of rows of a leaf.
+    """Digests of the rows below segments that are added, over all blocks of rows of a leaf.
 
     Attributes:
-        over: checkpoints whose segments are taken; None: all.
+        over: checkpoints whose segments are compared; None: all.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class Sums:
         self._seen: dict[tuple[object, ...], tuple[Held, Digest]] = {}
 
     def take(self, held: Held, below: Mapping[str, np.ndarray]) -> None:
-        """Takes what lies below those rows of a segment that the next block has."""
+        """Takes the rows below those rows of a segment that the next block has."""
         if self.over is not None and held.reader not in self.over:
             return
         where = sorted((n, p.array, p.offset) for n, p in held.segment.parts.items())
@@ -212,10 +212,10 @@ class Sums:
         digest.update(below)
 
     def check(self) -> None:
-        """Checks all segments, of which all rows have come.
+        """Checks all segments, once all of their rows were taken.
 
         Raises:
-            IntegrityError: if one is added to other rows than it was taken from.
+            IntegrityError: if a segment is added to other rows than it was taken from.
         """
         for held, digest in self._seen.values():
             held.check_below(digest)
@@ -223,7 +223,7 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a leaf, cut by columns so that each piece has one encoding: `split_columns`."""
+    """Part of a leaf, cut by columns into pieces with a main encoding each: see `split_columns`."""
 
     box: Box
     pieces: tuple[Box, ...]
@@ -231,12 +231,12 @@ class Region:
 
     @property
     def rows(self) -> int:
-        """Rows of the region."""
+        """Number of rows of the region."""
         return self.box[0][1] - self.box[0][0]
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Equal for regions that one program can decode."""
+        """Key that is equal for regions that one program can decode."""
         cuts = tuple(
             (columns.start, columns.stop)
             for piece in self.pieces
@@ -270,7 +270,7 @@ def global_array(
     dtype: DTypeLike,
     arrays: Mapping[jax.Device, jax.Array],
 ) -> jax.Array:
-    """An array from the regions on local devices, of which there may be none."""
+    """Makes an array from its regions on local devices, of which there may be none."""
     order = sharding.addressable_devices_indices_map(shape)
     return jax.make_array_from_single_device_arrays(
         shape, sharding, [arrays[device] for device in order], dtype=np.dtype(dtype)
@@ -278,12 +278,12 @@ def global_array(
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Elements in each dimension."""
+    """Number of elements of a box in each dimension."""
     return tuple(stop - start for start, stop in box)
 
 
 def columns_in(box: Box, piece: Box) -> tuple[slice, ...]:
-    """Where the columns of a piece are in its region."""
+    """Index of the columns of a piece within its region, `box`."""
     return tuple(
         slice(a - c, b - c) for (a, b), (c, _) in zip(piece[1:], box[1:], strict=True)
     )
@@ -293,10 +293,10 @@ def fill(out: np.ndarray, box: Box, own: jax.Array, rows: np.ndarray) -> None:
     """Gives rows of a region the values that they have in an array, a block at a time.
 
     Args:
-        out: the region.
-        box: of the region: one that a local device holds of `own`, or all of it.
-        own: whose shards are on devices of this process.
-        rows: sorted, relative to the region.
+        out: array of the region, written in place.
+        box: box of the region: one that a local device holds of `own`, or all of `own`.
+        own: array with the values; its shards in `box` are on devices of this process.
+        rows: rows to be filled, sorted, relative to the region.
     """
     shards = {shard.device: shard.data for shard in own.addressable_shards}
     step = max(1, BLOCK_BYTES // max(1, out[:1].nbytes))
@@ -308,7 +308,7 @@ def fill(out: np.ndarray, box: Box, own: jax.Array, rows: np.ndarray) -> None:
         first, last = np.searchsorted(rows, (shift, shift + len(values)))
         copy = functools.partial(_copy, values, out[:, *columns], shift)
         wanted = (rows[i : min(i + step, last)] for i in range(first, last, step))
-        # On all cores: what takes time is memory that nobody has used before.
+        # All cores copy, as memory that nobody has used before takes the time.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(copy, wanted))
 
@@ -323,9 +323,9 @@ def _copy(values: np.ndarray, out: np.ndarray, shift: int, rows: np.ndarray) -> 
 
 
 def _patches(others: Sequence[Held], owners: _Owners) -> list[Patch]:
-    """Takes of each segment the rows that nothing newer holds.
+    """Makes a patch of those rows of each segment that no newer segment holds.
 
-    The others are read and checked too: damage is found no matter what came later.
+    All other rows are read and checked too, so damage is found no matter what came later.
     """
     found: list[Patch] = []
     queue = _Queue()
@@ -342,7 +342,7 @@ def _patches(others: Sequence[Held], owners: _Owners) -> list[Patch]:
 
 
 def _joined(patches: Sequence[Patch]) -> Iterator[Patch]:
-    """One patch for each encoding."""
+    """Joins patches, and yields one for each encoding."""
     encodings: dict[Encoding, list[Patch]] = {}
     for patch in patches:
         encodings.setdefault(patch.encoding, []).append(patch)
@@ -359,14 +359,14 @@ def _joined(patches: Sequence[Patch]) -> Iterator[Patch]:
 
 
 class _Owners:
-    """For each row the segment that holds its newest copy: 0 for all those of the main encoding.
+    """Owner of each row, the segment with its newest copy: 0 for all of the main encoding.
 
-    Kept only once it matters: where all rows are of the main encoding, it does not.
+    Owners are noted only once they matter, which is never if all rows have the main encoding.
     """
 
     def __init__(self, rows: int, covered: int, segments: int) -> None:
         self._rows = rows
-        # As narrow as can be: there is one for each row, and filling them takes time.
+        # The narrowest dtype, as there is an owner for each row, and filling takes time.
         self._dtype = np.min_scalar_type(-1 - segments)
         self._of: np.ndarray | None = None
         if covered != rows:
@@ -389,7 +389,7 @@ class _Owners:
 
 
 class _Queue:
-    """Puts rows in place in the order in which they came, while later ones are being read."""
+    """Queue that puts rows in place in the order in which they came, while later ones are read."""
 
     def __init__(self) -> None:
         self._waiting: collections.deque[tuple[int, Callable[[], None]]] = (
@@ -398,7 +398,7 @@ class _Queue:
         self._nbytes = 0
 
     def extend(self, readings: Iterator[tuple[int, Callable[[], None]]]) -> None:
-        """Adds readings, which start as they are drawn, and ends those that waited long."""
+        """Adds readings, each started as it is drawn, and ends the oldest beyond `AHEAD_BYTES`."""
         for nbytes, end in readings:
             self._waiting.append((nbytes, end))
             self._nbytes += nbytes
@@ -423,12 +423,12 @@ def _readings(
 
     Args:
         held: the rows.
-        parts: where they belong.
-        direct: nothing else is written to these rows before, so that runs may be read
+        parts: arrays that they are put into.
+        direct: whether nothing else is written to these rows before, so that runs may be read
             straight into `parts`.
 
     Yields:
-        Encoded bytes of a block, and what waits for it and puts it in place.
+        Encoded bytes of a block, and a function that waits for it and puts it in place.
     """
     run = isinstance(held.index, slice) and isinstance(held.at, slice)
     direct = direct and run and held.encoding == held.stored
@@ -448,13 +448,13 @@ def _addings(
     names: Sequence[str],
     take: Callable[[Held, Parts], None] | None,
 ) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Starts to read rows that are added, as `_readings`.
+    """Starts to read rows that are added, block by block, and yields as `_readings` does.
 
     Args:
         held: the rows.
-        parts: where they belong.
-        names: of those that are summed.
-        take: takes these as they lie below, block by block; None: they are not compared.
+        parts: arrays that they are added to.
+        names: names of the parts that are summed.
+        take: gets these parts of the rows below, block by block; None: they are not compared.
     """
     row_bytes = held.stored.row_bytes
     for start, stop, pick, at in _blocks(held.index, held.at, BLOCK_BYTES // row_bytes):
@@ -476,7 +476,7 @@ def _started(
     parts: Mapping[str, np.ndarray] | None = None,
     at: Index | None = None,
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """Starts to read rows of a segment; if it is said where, straight to there."""
+    """Starts to read rows of a segment, straight to rows `at` of `parts` if these are given."""
     block: dict[str, Callable[[], np.ndarray]] = {}
     for name, part in held.stored.parts.items():
         array, offset = held.reader.part(held.process, held.segment, name, part)
@@ -489,7 +489,7 @@ def _started(
 def _started_layer(
     held: Held, start: int, stop: int, *, sparse: bool
 ) -> dict[str, Callable[[], np.ndarray | SparseRows]]:
-    """Starts to read rows of a segment, if `sparse` without those of zeros that are stored so."""
+    """Starts to read rows of a segment; if `sparse`, packed parts come without rows of zeros."""
     block = dict[str, Callable[[], np.ndarray | SparseRows]]()
     for name, part in held.stored.parts.items():
         array, offset = held.reader.part(held.process, held.segment, name, part)
@@ -519,7 +519,7 @@ def _put(
     pick: Index | None,
     at: Index,
 ) -> None:
-    """Waits until a block is read, and puts it in place; None: it was read to there."""
+    """Waits until a block is read, and puts its rows in place; `pick` None: they are there."""
     for name, reading in block.items():
         values = reading()
         if pick is None:
@@ -535,7 +535,7 @@ def _put(
 def _blocks(
     index: Index, at: Index, step: int
 ) -> Iterator[tuple[int, int, Index, Index]]:
-    """Runs of at most `step` rows of a segment that have all rows of `index`.
+    """Yields runs of at most `step` rows of a segment, which together have all rows of `index`.
 
     Yields:
         Start and stop of the run, which of its rows are wanted, and where they go.
