@@ -1,8 +1,8 @@
 """Dense leaves of a checkpoint that are stored as tiles: read for any sharding, or on the host.
 
 Each part of a leaf that a local device holds is put together in host memory, from the tiles that
-meet it. What lies in a tile as it is wanted is read to where it belongs; of the rest a tile is read
-once, block by block, for all parts that it meets.
+overlap it. What lies in a tile in one run is read straight to its place. Otherwise a tile is read
+once, block by block, for all parts that it overlaps.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from cnr_jax.rows.tiling import aligned_empty, box_of, host_device
 Path = tuple[str, ...]
 # Bytes of leaves that are being read while those before them are put in place.
 _AHEAD_BYTES = 64 << 20
-# Bytes of a tile that are read at once where it is not stored as it is wanted.
+# Bytes of a tile that are read at once where what is wanted is no run in it.
 _BLOCK_BYTES = 16 << 20
-# Arrays of so many bytes go to their devices in one call, which costs more than they do.
+# Arrays up to the first size go to their devices together, as a call costs more than they do, once
+# they have as many bytes as the second.
 _SMALL_BYTES = 1 << 20
 _TOGETHER_BYTES = 32 << 20
 
 
 class _Array(NamedTuple):
-    """An array of jax that a leaf is restored to.
+    """Array of JAX that a leaf is restored to.
 
     Attributes:
-        path: of the leaf.
-        dtype: of its elements; of a key not asked for.
-        sharding: of the array.
+        path: path of the leaf.
+        dtype: dtype of the elements; not used for a key.
+        sharding: sharding of the array.
     """
 
     path: Path
@@ -54,10 +55,10 @@ class _Array(NamedTuple):
 
 
 class TiledDense:
-    """The dense leaves of a checkpoint that stores them as tiles.
+    """Dense leaves of a checkpoint that stores them as tiles.
 
     Args:
-        reader: of the checkpoint.
+        reader: reader of the checkpoint.
     """
 
     def __init__(self, reader: StepReader) -> None:
@@ -74,10 +75,10 @@ class TiledDense:
                 self._tiles[path].append((process.process, tile))
 
     def check(self) -> None:
-        """Checks that all files are there, and of the right sizes.
+        """Checks that all files exist and have the right sizes.
 
         Raises:
-            IntegrityError: at the first that is not.
+            IntegrityError: at the first file that does not.
         """
         for process in self._reader.processes:
             if process.dense is not None:
@@ -85,7 +86,7 @@ class TiledDense:
                 array.check_stored(0, process.dense.array.length)
 
     def value(self, path: Path) -> Any:
-        """A leaf on the host: a numpy array, a number of Python, or keys on the CPU.
+        """Reads a leaf to the host: a numpy array, a number of Python, or keys on the CPU.
 
         Raises:
             IntegrityError: if its data is missing or damaged.
@@ -98,11 +99,11 @@ class TiledDense:
         return self.part(path, tuple((0, size) for size in leaf.shape))
 
     def values(self, paths: Iterable[Path]) -> dict[Path, Any]:
-        """Several of them, as `value`."""
+        """Reads several leaves as `value` does; returns them by path."""
         return {path: self.value(path) for path in paths}
 
     def part(self, path: Path, box: Box) -> Any:
-        """A part of a leaf that is no key, as `value`.
+        """Reads a part of a leaf that is no key, as `value` does.
 
         Raises:
             IntegrityError: if its data is missing or damaged.
@@ -112,12 +113,12 @@ class TiledDense:
         return _number(leaf, found) if leaf.kind == "scalar" else found
 
     def restore(self, asked: Mapping[Path, Any] | None) -> dict[Path, Any]:
-        """Leaves as a state wants them.
+        """Restores the leaves that a state asks for.
 
         Args:
-            asked: abstract arrays of jax with their shardings, by path; what else is there stays
-                on the host, as it was saved. None: all leaves come as they were saved, arrays of
-                jax on one device, or on all of several processes.
+            asked: abstract arrays of JAX with their shardings, by path; leaves with another value
+                there stay on the host, as they were saved. None: all leaves come as they were
+                saved, arrays of JAX on one device, or on all devices of several processes.
 
         Raises:
             IntegrityError: if their data is missing or damaged.
@@ -137,7 +138,7 @@ class TiledDense:
         return found
 
     def _arrays(self, wanted: Sequence[_Array]) -> Iterator[jax.Array]:
-        """Leaves as arrays of jax, in the order in which they are wanted.
+        """Yields leaves as arrays of JAX, in the order in which they are wanted.
 
         Raises:
             IntegrityError: if data is missing or damaged.
@@ -174,7 +175,7 @@ class TiledDense:
         yield from self._put(together)
 
     def _boxes(self, wanted: _Array) -> list[Box]:
-        """The parts in which a leaf is read for the devices of this process."""
+        """Boxes of the parts in which a leaf is read for the devices of this process."""
         shape, sharding = self._leaves[wanted.path].shape, wanted.sharding
         size = math.prod(shape) * self._element_bytes(wanted.path)
         if size <= _SMALL_BYTES and sharding.is_fully_addressable:
@@ -182,7 +183,7 @@ class TiledDense:
         return list(local_boxes(sharding, shape))
 
     def _put(self, found: Sequence[tuple[_Array, np.ndarray]]) -> Iterator[jax.Array]:
-        """Small arrays on their devices."""
+        """Puts small arrays on their devices in one call, and yields the leaves."""
         values = [self._finished(each, value) for each, value in found]
         shardings = [self._data_sharding(each) for each, _ in found]
         for (each, _), array in zip(
@@ -209,13 +210,13 @@ class TiledDense:
         return converted(part, np.dtype(wanted.dtype))
 
     def _data_sharding(self, wanted: _Array) -> Sharding:
-        """The sharding of what a leaf is made of: of keys that of their words."""
+        """Sharding of the data of a leaf; for keys, of their words."""
         sharding, leaf = wanted.sharding, self._leaves[wanted.path]
         if leaf.kind != "key" or isinstance(
             sharding, NamedSharding | SingleDeviceSharding
         ):
             return sharding
-        # Of another kind, which says nothing of a further dimension: they are moved afterwards.
+        # Other kinds do not shard the words' further dimension, so the keys are moved afterwards.
         return SingleDeviceSharding(jax.local_devices()[0])
 
     def _wrapped(self, wanted: _Array, array: jax.Array) -> jax.Array:
@@ -239,8 +240,8 @@ class TiledDense:
         """Starts to read parts of a leaf.
 
         Returns:
-            What waits for them and returns them: of a key with a dimension for its words, of a
-            number its bytes.
+            A function that waits for the parts and returns them: those of a key with a further
+            dimension for its words, that of a number as its bytes.
 
         Raises:
             FormatError: if the elements are of another size than their dtype.
@@ -255,7 +256,7 @@ class TiledDense:
                 if both is None:
                     continue
                 if _is_run(both, tile.box) and _is_run(both, box):
-                    # Of an array without dimensions an index would make a copy.
+                    # Indexing an array without dimensions would make a copy.
                     flat = out[_within(both, box)] if both else out
                     flat = flat.reshape(-1).view(np.uint8)
                     first = tile.offset + _rows_before(both, tile)
@@ -286,7 +287,7 @@ class TiledDense:
         return array.start(first, first + out.size, out)
 
     def _elements(self, leaf: DenseLeaf) -> tuple[np.dtype, tuple[int, ...]]:
-        """The dtype in which elements are read, and how many of it make one, if not one."""
+        """Dtype in which elements are read, and how many of it make an element, if not one."""
         size = self._element_bytes(leaf.path)
         if leaf.kind == "scalar":
             return np.dtype(np.uint8), (size,)
@@ -294,14 +295,14 @@ class TiledDense:
         return dtype, (size // dtype.itemsize,) if leaf.kind == "key" else ()
 
     def _misfit(self, leaf: DenseLeaf, fact: str) -> errors.FormatError:
-        """The error for a leaf whose data are no values of its dtype."""
+        """Error for a leaf whose data are not values of its dtype."""
         where = os.fspath(self._reader.directory / names.DENSE)
         name = "/".join(leaf.path)
         return errors.FormatError(f"{where}: dense leaf {name} {fact}", path=where)
 
 
 def fallback_sharding() -> Sharding:
-    """Where leaves go that nothing says a place of: one device, or all of several processes."""
+    """Sharding of leaves that have none: one device, or all devices of several processes."""
     if jax.process_count() == 1:
         return SingleDeviceSharding(jax.local_devices()[0])
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("all",))
@@ -309,7 +310,7 @@ def fallback_sharding() -> Sharding:
 
 
 def _as_asked(leaf: DenseLeaf, asked: Any) -> _Array | None:
-    """The array of jax that a leaf is wanted as; None: it is to stay on the host."""
+    """The array of JAX that a leaf is wanted as; None: the leaf stays on the host."""
     if not isinstance(asked, jax.ShapeDtypeStruct):
         return None
     is_key = leaf.kind == "key"
@@ -318,7 +319,7 @@ def _as_asked(leaf: DenseLeaf, asked: Any) -> _Array | None:
 
 
 def _as_saved(leaf: DenseLeaf) -> _Array | None:
-    """The array of jax that a leaf was; None: it was none, or jax has no such dtype now."""
+    """The array of JAX that a leaf was; None: it was none, or JAX has no such dtype now."""
     if leaf.kind == "key":
         return _Array(leaf.path, None, fallback_sharding())
     if leaf.kind == "scalar" or leaf.numpy:
@@ -330,7 +331,7 @@ def _as_saved(leaf: DenseLeaf) -> _Array | None:
 
 
 class _Cutting(NamedTuple):
-    """A tile that is read block by block for parts that have other columns than it."""
+    """Reading of a tile block by block, for parts that have other columns than the tile."""
 
     stored: TiledDense
     process: int
@@ -362,7 +363,7 @@ class _Cutting(NamedTuple):
 
 
 def _overlap(box: Box, other: Box) -> Box | None:
-    """What two boxes share; None if nothing."""
+    """Box that two boxes share; None if they share nothing."""
     both = tuple(
         (max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)
     )
@@ -370,17 +371,17 @@ def _overlap(box: Box, other: Box) -> Box | None:
 
 
 def _is_run(part: Box, box: Box) -> bool:
-    """Whether elements of a part lie one after the other in a box that holds it."""
+    """Whether the elements of a part lie one after the other in a box that holds the part."""
     return part[1:] == box[1:]
 
 
 def _within(part: Box, box: Box) -> tuple[slice, ...]:
-    """Where a part is in a box that holds it."""
+    """Index of a part within a box that holds it."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, box, strict=True))
 
 
 def _rows_before(part: Box, tile: DenseTile) -> int:
-    """Bytes of a tile that lie before a part, which is a run in it."""
+    """Number of bytes of a tile before a part, which is a run in the tile."""
     if not part:
         return 0
     rows = tile.box[0][1] - tile.box[0][0]
@@ -388,7 +389,7 @@ def _rows_before(part: Box, tile: DenseTile) -> int:
 
 
 def _number(leaf: DenseLeaf, data: np.ndarray) -> bool | int | float:
-    """A number of Python from its bytes."""
+    """Makes a number of Python from its bytes."""
     if leaf.dtype == "float":
         return float(data.view("<f8")[0])
     number = int.from_bytes(data.tobytes(), "little", signed=leaf.dtype == "int")
