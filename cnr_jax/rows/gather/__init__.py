@@ -1,1 +1,1 @@
-"""Selecting touched rows, gathering them into chunks, and encoding these."""
+"""Selection of touched rows, which are gathered into chunks and encoded."""
