@@ -1,1 +1,1 @@
-"""From a chain of steps to arrays on any mesh: its rows are laid over each other, full first."""
+"""Replay of a chain of steps to arrays on any mesh: rows are laid over each other, full first."""
