@@ -95,8 +95,8 @@ class Asymmetric(grids.OnGrid):
         >>> codec.decode(encoded.parts, dim=3, dtype=jnp.float32).tolist()
         [[0.0, 1.0, 3.0]]
 
-    Source: Check-N-Run (NSDI'22), asymmetric quantization per embedding vector; least
-    squares replace its adaptive search, see the module.
+    Source: Check-N-Run (NSDI'22), asymmetric quantization per embedding vector; the
+    adaptive search is replaced by least squares, see the module.
     """
 
     name: ClassVar[str] = "cnr.asymmetric"

@@ -51,8 +51,8 @@ class Greedy(grids.OnGrid):
         0.24
         0.22
 
-    Source: Check-N-Run (NSDI'22), adaptive asymmetric quantization; the defaults are its
-    operating point, and the search is that of Guan et al., arXiv:1911.02079.
+    Source: Check-N-Run (NSDI'22), adaptive asymmetric quantization, whose operating point
+    the defaults are; the search is that of Guan et al., arXiv:1911.02079.
     """
 
     name: ClassVar[str] = "cnr.greedy"
