@@ -132,8 +132,7 @@ def restore(
                 raise
             if on_primary(channel, functools.partial(chooser.mend, name)):
                 continue
-            # Nothing of such a step is damaged. If it were passed over, other steps would take its
-            # place.
+            # Nothing of such a step is damaged. Passed over, it would make way for other steps.
             is_whole = error.kind == UNKNOWN
             (chooser.explain if is_whole else chooser.note)(taken, error)
             if is_whole or step is not None:
