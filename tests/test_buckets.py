@@ -682,11 +682,13 @@ def test_of_many_that_begin_at_once_one_has_the_folder(root: epath.Path) -> None
 
 # ---- services that ignore conditions -------------------------------------------------------------
 
-
-@pytest.mark.skipif(
+leaves_headers_out = pytest.mark.skipif(
     os.environ.get("CNR_S3_SERVER") == "seaweedfs",
     reason="it checks signatures, which are of the headers that the proxy leaves out, too",
 )
+
+
+@leaves_headers_out
 def test_no_mirror_is_made_where_conditions_are_ignored(
     tiny_run: Any, root: epath.Path, tmp_path: Path, proxy: Proxy
 ) -> None:
@@ -699,10 +701,7 @@ def test_no_mirror_is_made_where_conditions_are_ignored(
     assert names_in(root) == []
 
 
-@pytest.mark.skipif(
-    os.environ.get("CNR_S3_SERVER") == "seaweedfs",
-    reason="it checks signatures, which are of the headers that the proxy leaves out, too",
-)
+@leaves_headers_out
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])
 def test_a_service_that_ignores_conditions_is_refused(
     tiny_run: Any, root: epath.Path, proxy: Proxy, header: str
@@ -729,10 +728,7 @@ def test_a_service_that_ignores_conditions_is_refused(
     assert consequences(root) == []
 
 
-@pytest.mark.skipif(
-    os.environ.get("CNR_S3_SERVER") == "seaweedfs",
-    reason="it checks signatures, which are of the headers that the proxy leaves out, too",
-)
+@leaves_headers_out
 def test_commands_are_told_that_there_is_one_writer(
     tiny_run: Any, root: epath.Path, proxy: Proxy, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The mirror of a root: each step that is committed is copied to another root, behind training.
+"""The mirror of a root: each committed step is copied to another root while training goes on.
 
 A thread of its own copies, so no save waits for it. Each report says how far the mirror is behind.
 """
