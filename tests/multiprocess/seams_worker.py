@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import errno
 import faulthandler
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from worker import Faults, Run, refused
 
 import cnr_jax as cnr
@@ -155,6 +157,23 @@ class Seams:
         self.lines.append(f"given: {given}")
         cnr_jax.handler.read_back = read
 
+    def noted_damage_is_mended(self) -> None:
+        """From the mirror, by process 0, when both processes have noted it."""
+        self.save(0)
+        self.save(1)
+        if jax.process_index() == 0:
+            while self.manager.mirror_report.lag_steps:
+                time.sleep(0.02)
+            file = next(
+                p for p in self.root.glob("1/default/rows.p*/**/c/*") if p.is_file()
+            )
+            file.write_bytes(file.read_bytes()[::-1])
+        multihost_utils.sync_global_devices("damaged")
+        self.manager.verify()
+        before = self.manager.latest_step()
+        self.manager.restore(None, args=cnr.args.Restore(self.run.state))
+        self.lines.append(f"mended: {before}, {self.manager.latest_step()}")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -181,6 +200,14 @@ def main() -> None:
         seams.one_finds_damage()  # in step 8
         seams.a_deletion_fails(9)  # of step 5, and deletes step 9
         seams.an_audit_cannot_be_explained(10)  # of step 11, and saves step 10
+    far = f"{args.root}.far"
+    options = cnr.Options(codec="raw", policy=cnr.Consecutive(), mirror=far)
+    with cnr.CheckpointManager(
+        f"{args.root}.near", tables=run.tables, options=options
+    ) as manager:
+        mirrored = Seams(manager, run)
+        mirrored.noted_damage_is_mended()
+        seams.lines += mirrored.lines
     Path(f"{args.out}.{args.process}.txt").write_text("\n".join(seams.lines))
 
 

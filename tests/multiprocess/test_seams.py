@@ -37,5 +37,6 @@ def test_what_one_process_alone_meets_ends_alike_on_both(tmp_path: Path) -> None
     assert (first[8], second[8]) == ("deletion: [Errno 5] of 5", failed)
     assert first[9] == second[9]
     assert first[9].startswith("audit: AuditError audit table 'user': 1 row "), first
+    assert first[10] == second[10] == "mended: 0, 1"
     folders = {path.name for path in root.iterdir() if path.is_dir()}
     assert folders == {"0", "3", "5", "8", "10"}, "nothing is left of what failed"

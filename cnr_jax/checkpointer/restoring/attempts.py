@@ -103,7 +103,11 @@ def restore(
         on_primary(channel, lambda: listing.check_exists(step))
     tried, gone = list[int](), 0
     while True:
-        taken = on_primary(channel, chooser.newest) if step is None else step
+        if step is None:
+            taken, mended = on_primary(channel, chooser.newest)
+            chooser.ledger.take_back(mended)
+        else:
+            taken = step
         name, uuid = _find(steps, taken, root), chooser.uuid_of(taken)
         if not name and elsewhere is None:
             listing.check_is_found(taken)
@@ -270,8 +274,12 @@ class StepChooser:
             ledger.look_again(self._root, self._item, ledger.epoch)
         ledger.refresh(self._root, self._item)
 
-    def newest(self) -> int:
+    def newest(self) -> tuple[int, list[str]]:
         """Newest step that is not known to be damaged, or that could be mended.
+
+        Returns:
+            The number of the step, and the directories that were mended: whoever noted damage of
+            these has to take it back.
 
         Raises:
             NoStepError: if there is none.
@@ -281,12 +289,13 @@ class StepChooser:
         newest = entry.step if (entry := ledger.newest()) else -1
         if error := ledger.ask_again(self._root, self._item, newer_than=newest):
             raise error
-        self._mend_newer()
+        mended = self._mend_newer()
+        ledger.take_back(mended)
         if ledger.newest() is None and not self._has_asked_again:
             self._has_asked_again = True
             ledger.take_back_unread()
         if (entry := ledger.newest()) is not None:
-            return entry.step
+            return entry.step, mended
         check_is_here(self._root)
         hint = naming_hint(self._root, ledger.is_step)
         hint = hint or way_on(self._root, adopts=ledger.adopts)
@@ -294,20 +303,23 @@ class StepChooser:
             os.fspath(self._root), ledger.obstacles(), hint
         )
 
-    def _mend_newer(self) -> None:
+    def _mend_newer(self) -> list[str]:
         """Mends the newest step that would be passed over for damage that was found before.
 
         The damage was found by `verify`, for example, or by a restore while the mirror was away.
+
+        Returns:
+            The directories of the step's chain; none if no step was mended.
         """
         ledger, newest = self.ledger, self.ledger.newest()
         for entry in reversed(ledger.committed()):
             if newest is not None and order(entry) <= order(newest):
-                return
+                break
             chain = [each.directory for each in ledger.chain(entry)]
             is_known = any(ledger.harm_of(each) for each in ledger.chain(entry))
             if is_known and self.mend(entry.directory):
-                ledger.take_back(chain)
-                return
+                return chain
+        return []
 
     def mend(self, directory: str) -> bool:
         """Tries once to mend a damaged step; returns whether that did anything."""
