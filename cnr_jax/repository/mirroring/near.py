@@ -30,7 +30,7 @@ from cnr_jax.repository.store import (
     store_of,
     sync_directory,
 )
-from cnr_jax.texts import logger
+from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
 # The most bytes of the note that are read: more than a path can have.
@@ -187,10 +187,11 @@ def _set_aside(
         store_of(near).move(near / entry.directory, near / aside)
     sync_directory(near)
     _log.warning(
-        "steps %s of %s are set aside: they were not copied to %s, where the run went on"
-        " without them, up to step %d",
-        ", ".join(entry.directory for entry in strays),
+        "%s of %s set aside: %s, not copied to %s, where the run went on without, up to"
+        " step %d",
+        count_of(len(strays), "step"),
         os.fspath(near),
+        ", ".join(entry.directory for entry in strays),
         os.fspath(far),
         newest.step,
     )

@@ -15,7 +15,7 @@ from cnr_jax.repository.layout import check_is_root
 from cnr_jax.repository.mirroring.copier import Copier
 from cnr_jax.repository.mirroring.places import is_free
 from cnr_jax.repository.store import AnyPath, exists
-from cnr_jax.texts import logger
+from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
 
@@ -123,10 +123,11 @@ class WayBack:
                 )
                 continue
             _log.warning(
-                "steps %s came from the mirror %s: %s lacked them",
+                "%s lacked %s: %s, copied from the mirror %s",
+                self.root,
+                count_of(len(brought), "step"),
                 ", ".join(brought),
                 self.target,
-                self.root,
             )
             return True
 

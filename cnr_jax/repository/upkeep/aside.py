@@ -277,7 +277,8 @@ def bring_back(root: AnyPath, aside: Aside) -> None:
     if back:
         sync_directory(root)
         _log.warning(
-            "steps %s are back: the save that they were moved aside for was not committed",
+            "%s back: %s, moved aside for a save that was not committed",
+            count_of(len(back), "step"),
             ", ".join(back),
         )
 
