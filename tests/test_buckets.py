@@ -45,7 +45,7 @@ from cnr_jax.repository.store import (
 
 from . import bucket_program
 from .bucket_proxy import KEY, SECRET, FolderProxy, Proxy
-from .conftest import case_of, each_of, xla_flags
+from .conftest import Gate, case_of, each_of, xla_flags
 
 PROGRAM = Path(bucket_program.__file__)
 DATA = PROGRAM.parent / "data"
@@ -613,6 +613,62 @@ def test_of_a_commit_and_a_takeover_only_one_takes_place(
                 committer.publish(first, [])
     assert committer.is_published(first) is commits is is_committed(root / "5")
     assert store.read(rows) == (b"of the first" if commits else b"of the second")
+
+
+@each_of("reads", ["before", "anew"])
+def test_no_save_of_who_has_lost_the_root_rests_on_what_is_removed(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch, reads: str
+) -> None:
+    """Its commit comes long after it has looked at its claim, and the new manager removes."""
+    run, other, gate = tiny_run(), tiny_run(salt=1), Gate()
+    publish, root = ConditionalCommitter.publish, root / reads
+
+    def late(self: Any, attempt: Attempt, *told: Any) -> None:
+        if attempt.directory == "2":
+            gate.passes()
+        publish(self, attempt, *told)
+
+    monkeypatch.setattr(ConditionalCommitter, "publish", late)
+    settings = {"max_to_keep": 1}
+    with run.open(str(root)) as first, contextlib.ExitStack() as stack:
+        run.run(first, range(2))
+        gate.shut()
+        run.train(2)
+        early = stack.enter_context(other.open(str(root), settings, policy=cnr.Full()))
+        run.save(first, 2)
+        assert gate.reached.wait(60)
+        if reads == "anew":
+            early = other.open(str(root), settings, policy=cnr.Full())
+            stack.enter_context(early)
+        other.restore(early, 1)
+        other.run(early, [3])
+        assert early.all_steps() == [3]
+        gate.open()
+        with pytest.raises(errors.WriterError, match=r"taken the root over(?s:.*)hint"):
+            first.wait_until_finished()
+        assert early.reload() is None and early.all_steps() == [3]
+        other.check(early, None)
+        other.run(early, [4])
+    assert consequences(root) == [] and cnr.describe(root).latest_step == 4
+
+
+def test_a_new_manager_stops_only_what_is_not_committed(root: epath.Path) -> None:
+    committer, store = ConditionalCommitter(lambda: None), store_of(root)
+    first, note = attempt(root, "a"), root / "5" / names.ATTEMPT
+    assert markers.stop(root / "5") == b"" and held(root) == []
+    committer.prepare(first, [])
+    store.write(root / "5/rows", b"of the first", replaces=False)
+    for _ in range(2):
+        assert markers.stop(root / "5") == store.read(note) == markers.stopped("a" * 32)
+    with pytest.raises(errors.WriterError, match=r"taken the root over, and stopped"):
+        committer.publish(first, [])
+    # As a copy that goes on under its own name: it keeps its files.
+    committer.prepare(first, [])
+    assert store.read(root / "5/rows") == b"of the first"
+    committer.publish(first, [])
+    assert markers.stop(root / "5") == store.read(note) == markers.committed("a" * 32)
+    store.write(note, names.REMOVED, replaces=True)
+    assert markers.stop(root / "5") == store.read(note) == names.REMOVED
 
 
 def test_an_attempt_that_is_given_up_leaves_nothing(root: epath.Path) -> None:

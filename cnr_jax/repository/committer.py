@@ -19,7 +19,12 @@ from typing import Any, Protocol
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.markers import committed, is_committed, says_committed
+from cnr_jax.repository.markers import (
+    committed,
+    is_committed,
+    says_committed,
+    stopped,
+)
 from cnr_jax.repository.store import (
     AnyPath,
     can,
@@ -172,16 +177,15 @@ class ConditionalCommitter:
             raise _taken(
                 attempt
             )  # another attempt has committed it since the look above
-        if data == attempt.nonce.encode():
-            # This attempt is taken up again, and keeps the files that it has put there.
-            self._versions[attempt.nonce] = version
-            return
+        is_own = data in (attempt.nonce.encode(), stopped(attempt.nonce))
         try:
             version = store_of(note).swap(note, attempt.nonce.encode(), version)
         except FileExistsError as error:
             raise _lost(attempt) from error
         self._versions[attempt.nonce] = version
-        _clear(attempt, held, attempt.nonce.encode())
+        # An attempt that is taken up again keeps the files that it has put there.
+        if not is_own:
+            _clear(attempt, held, attempt.nonce.encode())
 
     def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
         note, version = attempt.path / names.ATTEMPT, self._versions[attempt.nonce]
@@ -257,8 +261,11 @@ def _lost(attempt: Attempt) -> errors.CnrError:
     if says_committed(found):
         return _taken(attempt)
     got = found[:64].decode(errors="replace") or "none"
+    what = "another attempt at this step holds"
+    if found == stopped(attempt.nonce):
+        what = "another manager has taken the root over, and stopped"
     return errors.WriterError(
-        f"another attempt at this step holds {os.fspath(attempt.path)}\n"
+        f"{what} {os.fspath(attempt.path)}\n"
         f"  got {got} in {names.ATTEMPT}, expected {attempt.nonce}: this one\n"
         "  hint: let one program at a time save there",
         path=os.fspath(attempt.path),

@@ -8,6 +8,7 @@ Orbax's file does.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ from cnr_jax.format import names
 from cnr_jax.repository.store import AnyPath, exists, read_all, store_of
 
 _COMMITTED = b" committed"
+_STOPPED = b" stopped"
 # Contents of Orbax's file where ours commits. It must not commit by itself: the thread that puts it
 # may have slept until the step was removed.
 _FOLLOWS = names.ATTEMPT.encode()
@@ -35,6 +37,30 @@ def committed(nonce: str) -> bytes:
 def says_committed(attempt: bytes) -> bool:
     """Whether contents of the file of an attempt say that the attempt is committed."""
     return attempt.endswith(_COMMITTED)
+
+
+def stopped(nonce: str) -> bytes:
+    """Contents of the file of an attempt that a new writer of the root has stopped."""
+    return nonce.encode() + _STOPPED
+
+
+def stop(step: AnyPath) -> bytes:
+    """Stops the attempt that holds a folder, so that it can never be committed.
+
+    Returns:
+        Contents of the file of the attempt as they now are; empty if there is none.
+
+    Raises:
+        OSError: if storage does not tell, or cannot be written.
+    """
+    note = step / names.ATTEMPT
+    while (found := store_of(note).read_version(note)) is not None:
+        data, version = found
+        if says_committed(data) or data == names.REMOVED or data.endswith(_STOPPED):
+            return data
+        with contextlib.suppress(FileExistsError):  # it has changed since
+            store_of(note).swap(note, data + _STOPPED, version)
+    return b""
 
 
 def is_committed(step: AnyPath, held: Collection[str] | None = None) -> bool:

@@ -14,13 +14,16 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax.format import names
-from cnr_jax.repository import layout, store
+from cnr_jax.repository import layout, markers, store
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
+# Folders that are looked at at the same time where each look is a request.
+_AT_ONCE = 16
 
 
 class Remover:
@@ -160,29 +163,47 @@ def remove_in_place(step: store.AnyPath) -> None:
         raise error
 
 
-def clear_removed(root: store.AnyPath, ledger: Ledger) -> None:
-    """Removes what is left of steps whose removal was cut short, without renaming anything.
+def end_attempts(
+    root: store.AnyPath, ledger: Ledger, *, trusts: bool, stops: bool
+) -> None:
+    """Ends what others have begun in a root that was just claimed, where nothing is renamed.
+
+    Saves that are not committed yet can be committed no more, and what is left of steps whose
+    removal was cut short goes. A manager that has lost the root may have looked at its claim right
+    before. Without this it could commit a save long after the new one has removed what that rests
+    on.
 
     Args:
         root: root that is claimed, in a store that cannot rename folders.
-        ledger: ledger of the root.
+        ledger: ledger of the root, as it was before the claim.
+        trusts: whether each of its committed steps is still there, and need not be looked at.
+        stops: whether to stop saves; without, only leftovers go.
+
+    Raises:
+        OSError: if storage does not tell what there is, or a save cannot be stopped.
     """
+    known = {entry.directory for entry in ledger.committed()} if trusts else set[str]()
+    found = {*layout.step_directories(root, ledger.is_step)} - known
+    look = markers.stop if stops else _read_attempt
+    with ThreadPoolExecutor(_AT_ONCE, "cnr_stop") as pool:
+        steps = [root / name for name in sorted(found)]
+        for step, data in zip(steps, pool.map(look, steps), strict=True):
+            if data != names.REMOVED:
+                continue
+            try:
+                remove_in_place(step)
+            except OSError as error:
+                _log.warning(
+                    "what is left of a removed step stays until the next manager saves: %s",
+                    error,
+                )
+
+
+def _read_attempt(step: store.AnyPath) -> bytes:
     try:
-        known = ledger.all_directories()
-        found = [
-            root / name
-            for name in layout.step_directories(root, ledger.is_step)
-            if name not in known
-        ]
-        for step in found:
-            with contextlib.suppress(FileNotFoundError):
-                if store.read_all(step / names.ATTEMPT) == names.REMOVED:
-                    remove_in_place(step)
-    except OSError as error:
-        _log.warning(
-            "what is left of removed steps stays until the next manager saves: %s",
-            error,
-        )
+        return store.read_all(step / names.ATTEMPT)
+    except FileNotFoundError:
+        return b""
 
 
 def _removed(directory: str) -> str:

@@ -37,7 +37,7 @@ from cnr_jax.repository.upkeep.claim import (
 from cnr_jax.repository.upkeep.removal import (
     Remover,
     clear,
-    clear_removed,
+    end_attempts,
     find_leftovers,
 )
 from cnr_jax.repository.upkeep.trial import check_conditions
@@ -114,6 +114,8 @@ class RootWriter:
         self._has_claimed = False
         # Whether steps may have come or gone without the ledger knowing it.
         self._doubtful = False
+        # Whether no save that another manager has begun can be committed any more.
+        self._is_alone = False
         self._before: Writer | None = None
         # By directory, steps that this manager has committed, with their notes for the catalogue;
         # steps that the catalogue of this epoch has named; steps that are gone, or were to go.
@@ -235,7 +237,7 @@ class RootWriter:
                 check_conditions(root)
             self._before = self._claim.take()
             # The ledger may have been read before another manager saved there last.
-            self._doubtful = True
+            self._doubtful, self._is_alone = True, False
             with self.looking:
                 self._tidy, self._named = False, frozenset()
                 self._own, self._removed = {}, set()
@@ -264,13 +266,15 @@ class RootWriter:
             self._unfinished.forget(own)
         self._unfinished.clear()
         self._unfinished.wait_for_room()
+        if not self._is_alone and self.remover is None:
+            # Before the refresh, which finds what they have committed by now.
+            end_attempts(root, ledger, trusts=self._is_of_epoch, stops=not self._single)
+        self._is_alone = True
         changed = self._bring_back() | self._refresh()
         with self.looking:
-            if not (was_tidy := self._tidy):
+            if not self._tidy:
                 self._tidy_up(own)
                 self._tidy = True
-        if not was_tidy and self.remover is None:
-            clear_removed(root, ledger)
         self.changed |= changed
         if self.noted:
             self.noted = forget_gone(root, ledger)
@@ -287,6 +291,15 @@ class RootWriter:
             check_conditions(self._known()[0])
         self._before = other
         self._claim.stand_in(other, alone=alone)
+
+    @property
+    def _is_of_epoch(self) -> bool:
+        """Whether the ledger was read in the epoch of the claim before.
+
+        If not, what it takes for a step may have been removed since, and begun again.
+        """
+        before, ledger = self._before, self._known()[-1]
+        return before is not None and before.epoch == ledger.epoch != ""
 
     def _refresh(self) -> bool:
         """Refreshes the ledger where that is cheap, or in doubt; returns whether it changed."""
@@ -424,11 +437,8 @@ class RootWriter:
             epoch = self._claim.epoch
             if not epoch:
                 return
-            # Entries that were read count only if they are of the epoch of the claim before. Others
-            # may be wrong by now.
-            before = self._before.epoch if self._before is not None else ""
-            is_known = bool(before) and before == ledger.epoch
-            known = {e.directory: e for e in ledger.committed() if e.known and is_known}
+            committed = ledger.committed() if self._is_of_epoch else ()
+            known = {e.directory: e for e in committed if e.known}
             known |= {name: own for name, (own, _) in self._own.items()}
             gone = self._removed | ledger.leaving
             entries = sorted((e for n, e in known.items() if n not in gone), key=order)
