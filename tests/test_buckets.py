@@ -42,6 +42,7 @@ from cnr_jax.repository.store import (
     s3_clients,
     store_of,
 )
+from cnr_jax.repository.upkeep.writer import RootWriter
 
 from . import bucket_program
 from .bucket_proxy import KEY, SECRET, FolderProxy, Proxy
@@ -514,7 +515,7 @@ def test_a_removal_that_is_cut_short_leaves_a_whole_step_or_none(
 ) -> None:
     """It may be killed after any request."""
     real, seen = bucket_clients.client_of, set[bool]()
-    for left in range(9):
+    for left in range(10):
         run, count, where = tiny_run(), iter(range(left)), root / str(left)
         with run.open(str(where), policy=cnr.Full()) as manager:
             run.run(manager, range(2))
@@ -652,6 +653,97 @@ def test_no_save_of_who_has_lost_the_root_rests_on_what_is_removed(
     assert consequences(root) == [] and cnr.describe(root).latest_step == 4
 
 
+def test_who_has_lost_the_root_removes_nothing_that_the_new_manager_rests_on(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its removal comes long after it has looked at its claim."""
+    run, other, gate = tiny_run(), tiny_run(salt=1), Gate()
+    look = RootWriter.check_removal
+
+    def late(self: Any, directory: str) -> None:
+        look(self, directory)
+        if directory == "1":
+            gate.passes()
+
+    monkeypatch.setattr(RootWriter, "check_removal", late)
+    with run.open(str(root), {"max_to_keep": 2}, policy=cnr.Full()) as first:
+        run.run(first, range(2))
+        gate.shut()
+        run.train(2)
+        run.save(first, 2)
+        run.train(3)
+        run.save(first, 3)  # after which 1 goes
+        assert gate.reached.wait(60)
+        with other.open(str(root)) as second:
+            other.restore(second, 1)
+            other.run(second, [2])
+            gate.open()
+            first.wait_until_finished()
+            other.run(second, [3])
+            for step in (2, 3):
+                other.check(second, step)
+            assert {"1", "2.g2.branch"} < {*names_in(root)}
+            assert is_committed(root / "1") and markers.is_shown(root / "1")
+    assert consequences(root) == []
+
+
+def test_who_stands_in_for_a_manager_sees_what_that_has_saved_meanwhile(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user promises by mistake that the manager has ended, which saves right then."""
+    run, stand_in = tiny_run(), RootWriter.stand_in
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(4))
+    with run.open(str(root)) as manager:
+        run.restore(manager, 1)
+        run.run(manager, [2])
+
+        def late(*told: Any, **kwargs: Any) -> None:
+            run.run(manager, [3])
+            stand_in(*told, **kwargs)
+
+        monkeypatch.setattr(RootWriter, "stand_in", late)
+        cnr.prune(str(root), keep=1, delete=True, writer_is_dead=True)
+        monkeypatch.undo()
+        run.check(manager, 3)
+        run.train(4)
+        with pytest.raises(errors.WriterError, match="has stood in for this manager"):
+            run.save(manager, 4)
+            manager.wait_until_finished()
+        run.run(manager, [5])
+        assert manager.all_steps() == [1, 2, 3, 5]
+        run.check(manager, None)
+    assert consequences(root) == []
+
+
+def test_a_save_without_a_state_is_not_committed_by_who_has_lost_the_root(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    """It begins to write when the new manager has stopped what it saw."""
+    run, other, gate = tiny_run(), tiny_run(salt=1), Gate()
+    options = cnr.Options(codec="raw", policy=cnr.Consecutive())
+    told = {"tables": run.tables, "options": options, "item": "default"}
+    with cnr.CheckpointManager(str(root), **told) as first:
+        items = {"default": cnr.args.Save(run.state, run.touched)}
+        assert first.save(0, args=ocp.args.Composite(**items))
+        first.wait_until_finished()
+        committer: Any = first._saves.pipeline.committer
+        check = committer._check_claim
+        committer._check_claim = lambda: (check(), gate.passes())
+        gate.shut()
+        with other.open(str(root)) as second, ThreadPoolExecutor(1) as pool:
+            meta = ocp.args.Composite(meta=ocp.args.JsonSave({"epoch": 1}))
+            saved = pool.submit(first.save, 5, args=meta)
+            assert gate.reached.wait(60)
+            other.restore(second, None)
+            other.run(second, [1])
+            gate.open()
+            with pytest.raises(errors.WriterError):
+                saved.result()
+                first.wait_until_finished()
+            assert second.reload() is None and second.all_steps() == [0, 1]
+
+
 def test_a_new_manager_stops_only_what_is_not_committed(root: epath.Path) -> None:
     committer, store = ConditionalCommitter(lambda: None), store_of(root)
     first, note = attempt(root, "a"), root / "5" / names.ATTEMPT
@@ -663,10 +755,29 @@ def test_a_new_manager_stops_only_what_is_not_committed(root: epath.Path) -> Non
     with pytest.raises(errors.WriterError, match=r"taken the root over, and stopped"):
         committer.publish(first, [])
     # As a copy that goes on under its own name: it keeps its files.
+    late = ConditionalCommitter(lambda: None)
+    late.prepare(first, [])
+    assert store.read(root / "5/rows") == b"of the first"
+    markers.stop(root / "5")
     committer.prepare(first, [])
+    with pytest.raises(errors.WriterError):
+        late.publish(first, [])
     assert store.read(root / "5/rows") == b"of the first"
     committer.publish(first, [])
-    assert markers.stop(root / "5") == store.read(note) == markers.committed("a" * 32)
+    assert markers.stop(root / "5") == store.read(note)
+    assert markers.says_committed(store.read(note)) and not late.is_published(first)
+
+    def lost() -> None:
+        assert markers.says_removed(markers.stop(root / "5"))
+        assert not is_committed(root / "5")
+        raise errors.WriterError("taken over")
+
+    with pytest.raises(errors.WriterError, match="taken over"):
+        markers.begin_removal(root / "5", lost)
+    assert committer.is_published(first)
+    markers.begin_removal(root / "5", lambda: None)
+    markers.begin_removal(root / "5", lost)  # which has begun
+    assert markers.says_removed(store.read(note))
     store.write(note, names.REMOVED, replaces=True)
     assert markers.stop(root / "5") == store.read(note) == names.REMOVED
 

@@ -342,23 +342,23 @@ def test_what_was_on_its_way_out_when_a_root_was_opened_is_no_step(
     lists_emptied: bool,
 ) -> None:
     """Whether folders in which nothing is any more are listed for a while or not."""
-    run, other, store = tiny_run(), tiny_run(), store_of(root)
+    run, other = tiny_run(), tiny_run()
     with contextlib.ExitStack() as stack:
         if lists_emptied:
             made = stack.enter_context(contextlib.closing(FolderProxy(s3)))
             monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
         manager = stack.enter_context(run.open(str(root), policy=cnr.Full()))
         run.run(manager, range(3))
-        remove, second = type(store).remove_tree, list[Any]()
+        begin, second = markers.begin_removal, list[Any]()
 
         def opens(*args: Any) -> Any:
             patch.undo()
             second.append(stack.enter_context(other.open(str(root), policy=cnr.Full())))
             other.restore(second[0], None)
-            return remove(*args)
+            return begin(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(store), "remove_tree", opens)
+            patch.setattr(markers, "begin_removal", opens)
             manager.delete(0)
         assert second[0].all_steps() == [0, 1, 2], "it was there still"
         other.run(second[0], [3])

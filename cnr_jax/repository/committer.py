@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from cnr_jax.repository.markers import (
     committed,
     is_committed,
     says_committed,
+    says_removed,
     stopped,
 )
 from cnr_jax.repository.store import (
@@ -160,8 +162,8 @@ class ConditionalCommitter:
 
     def __init__(self, check_claim: Callable[[], None]) -> None:
         self._check_claim = check_claim
-        # Version of the file of each attempt, by nonce.
-        self._versions: dict[str, Any] = {}
+        # By nonce, what the file of each attempt says of it, and the version of that file.
+        self._held: dict[str, tuple[str, Any]] = {}
 
     def folder(self, attempt: Attempt) -> AnyPath:
         return attempt.path
@@ -177,39 +179,45 @@ class ConditionalCommitter:
             raise _taken(
                 attempt
             )  # another attempt has committed it since the look above
-        is_own = data in (attempt.nonce.encode(), stopped(attempt.nonce))
+        text = attempt.nonce
+        if is_own := data.startswith(text.encode()) and not says_removed(data):
+            # Another text, as some services take files of the same contents for the same version:
+            # who has put it before could commit what this one is about to write.
+            text = f"{attempt.nonce}-{secrets.token_hex(8)}"
         try:
-            version = store_of(note).swap(note, attempt.nonce.encode(), version)
+            version = store_of(note).swap(note, text.encode(), version)
         except FileExistsError as error:
-            raise _lost(attempt) from error
-        self._versions[attempt.nonce] = version
+            raise _lost(attempt, text) from error
+        self._held[attempt.nonce] = text, version
         # An attempt that is taken up again keeps the files that it has put there.
         if not is_own:
-            _clear(attempt, held, attempt.nonce.encode())
+            _clear(attempt, held, text)
 
     def publish(self, attempt: Attempt, durable: Collection[str]) -> None:
-        note, version = attempt.path / names.ATTEMPT, self._versions[attempt.nonce]
+        note, (text, version) = attempt.path / names.ATTEMPT, self._held[attempt.nonce]
         try:
-            store_of(note).swap(note, committed(attempt.nonce), version)
+            store_of(note).swap(note, committed(text), version)
         except FileExistsError as error:
-            raise _lost(attempt) from error
+            raise _lost(attempt, text) from error
 
     def settle(self, attempt: Attempt) -> None:
-        self._versions.pop(attempt.nonce, None)  # a put is durable at once
+        self._held.pop(attempt.nonce, None)  # a put is durable at once
 
     def is_published(self, attempt: Attempt) -> bool:
-        return _noted(attempt) == committed(attempt.nonce)
+        text, _ = self._held.get(attempt.nonce, (attempt.nonce, None))
+        return _noted(attempt) == committed(text)
 
     def abandon(self, attempt: Attempt) -> None:
         self._check_claim()
-        self._versions.pop(attempt.nonce, None)
+        text, _ = self._held.pop(attempt.nonce, (attempt.nonce, None))
         note = attempt.path / names.ATTEMPT
         found = store_of(note).read_version(note)
-        if found is not None and found[0] == attempt.nonce.encode():
+        if found is not None and found[0] == text.encode():
             # Another attempt that takes the folder over writes there: its files must stay.
             with contextlib.suppress(FileExistsError, errors.CnrError):
                 store_of(note).swap(note, names.REMOVED, found[1])
-                _clear(attempt, [*names_in(attempt.path), names.ATTEMPT], names.REMOVED)
+                held = [*names_in(attempt.path), names.ATTEMPT]
+                _clear(attempt, held, names.REMOVED.decode())
 
 
 def committer_for(
@@ -238,35 +246,41 @@ def _noted(attempt: Attempt) -> bytes:
     return b"" if found is None else found[0]
 
 
-def _clear(attempt: Attempt, held: Collection[str], noted: bytes) -> None:
-    """Removes names from the folder of an attempt, as long as its note there reads `noted`.
+def _clear(attempt: Attempt, held: Collection[str], text: str) -> None:
+    """Removes names from the folder of an attempt, as long as its note there reads `text`.
 
-    The note itself stays, except if `noted` says that the folder is removed: then it goes last.
+    The note itself stays, except if `text` says that the folder is removed: then it goes last.
 
     Raises:
         CnrError: if another attempt has taken the folder over.
     """
+    noted = text.encode()
     for name in sorted(held, key=lambda name: name == names.ATTEMPT):
         if name == names.ATTEMPT and noted != names.REMOVED:
             continue
         if _noted(attempt) != noted:
-            raise _lost(attempt)
+            raise _lost(attempt, text)
         for error in store_of(attempt.path).remove_tree(attempt.path / name):
             raise error
 
 
-def _lost(attempt: Attempt) -> errors.CnrError:
-    """Error that says that another attempt holds the folder, or has committed the step."""
+def _lost(attempt: Attempt, text: str) -> errors.CnrError:
+    """Error that says that another attempt holds the folder, or has committed the step.
+
+    Args:
+        attempt: attempt that does not hold the folder.
+        text: what its note there would read.
+    """
     found = _noted(attempt)
     if says_committed(found):
         return _taken(attempt)
     got = found[:64].decode(errors="replace") or "none"
     what = "another attempt at this step holds"
-    if found == stopped(attempt.nonce):
+    if found == stopped(text):
         what = "another manager has taken the root over, and stopped"
     return errors.WriterError(
         f"{what} {os.fspath(attempt.path)}\n"
-        f"  got {got} in {names.ATTEMPT}, expected {attempt.nonce}: this one\n"
+        f"  got {got} in {names.ATTEMPT}, expected {text}: this one\n"
         "  hint: let one program at a time save there",
         path=os.fspath(attempt.path),
     )

@@ -9,7 +9,7 @@ Orbax's file does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax.format import names
@@ -17,6 +17,7 @@ from cnr_jax.repository.store import AnyPath, exists, read_all, store_of
 
 _COMMITTED = b" committed"
 _STOPPED = b" stopped"
+_REMOVING = b" removing"
 # Contents of Orbax's file where ours commits. It must not commit by itself: the thread that puts it
 # may have slept until the step was removed.
 _FOLLOWS = names.ATTEMPT.encode()
@@ -44,6 +45,11 @@ def stopped(nonce: str) -> bytes:
     return nonce.encode() + _STOPPED
 
 
+def says_removed(attempt: bytes) -> bool:
+    """Whether contents of the file of an attempt say that its step is being removed."""
+    return attempt == names.REMOVED or attempt.endswith(_REMOVING)
+
+
 def stop(step: AnyPath) -> bytes:
     """Stops the attempt that holds a folder, so that it can never be committed.
 
@@ -56,11 +62,40 @@ def stop(step: AnyPath) -> bytes:
     note = step / names.ATTEMPT
     while (found := store_of(note).read_version(note)) is not None:
         data, version = found
-        if says_committed(data) or data == names.REMOVED or data.endswith(_STOPPED):
+        if says_committed(data) or says_removed(data) or data.endswith(_STOPPED):
             return data
         with contextlib.suppress(FileExistsError):  # it has changed since
             store_of(note).swap(note, data + _STOPPED, version)
     return b""
+
+
+def begin_removal(step: AnyPath, check_claim: Callable[[], None]) -> None:
+    """Takes the commit of a step back, unless the root was taken over.
+
+    The claim is looked at when the commit is taken back already: another manager that has the root
+    by then may have read the step before, and rest saves on it. The step is then committed again.
+
+    Args:
+        step: path of the folder, in a store that cannot rename folders.
+        check_claim: function that raises an error if another manager has taken over the root.
+
+    Raises:
+        WriterError: if another manager has; or as `check_claim`.
+        OSError: if storage does not tell, or cannot be written.
+    """
+    note = step / names.ATTEMPT
+    found = store_of(note).read_version(note)
+    if found is None or not says_committed(found[0]):
+        return  # Orbax's file commits it, or its removal has begun
+    nonce = found[0].removesuffix(_COMMITTED)
+    version = store_of(note).swap(note, nonce + _REMOVING, found[1])
+    try:
+        check_claim()
+    except BaseException:
+        # The other manager may also have seen that the step was to go, and go on with that.
+        with contextlib.suppress(OSError):
+            store_of(note).swap(note, found[0], version)
+        raise
 
 
 def is_committed(step: AnyPath, held: Collection[str] | None = None) -> bool:

@@ -125,6 +125,23 @@ def test_what_was_moved_aside_is_handed_over_with_the_claim(tmp_path: Path) -> N
     assert writer is not None and writer.aside is None
 
 
+def test_who_stands_in_takes_what_was_moved_aside_since_it_looked(
+    tmp_path: Path,
+) -> None:
+    manager, other = Claim(tmp_path), Claim(tmp_path)
+    manager.take()
+    seen = read_writer(tmp_path)
+    assert seen is not None
+    manager.note_aside(ASIDE)
+    assert other.stand_in(seen, alone=False).aside == other.aside == ASIDE
+    other.withdraw()
+    manager.check()
+    assert manager.aside == ASIDE
+    manager.take()
+    with pytest.raises(errors.WriterError):
+        other.stand_in(seen, alone=False)
+
+
 _HOLD = """
 import sys, time
 from cnr_jax.repository.upkeep.claim import Claim

@@ -103,11 +103,7 @@ def restore(
         on_primary(channel, lambda: listing.check_exists(step))
     tried, gone = list[int](), 0
     while True:
-        if step is None:
-            taken, mended = on_primary(channel, chooser.newest)
-            chooser.ledger.take_back(mended)
-        else:
-            taken = step
+        taken = chooser.choose(channel) if step is None else step
         name, uuid = _find(steps, taken, root), chooser.uuid_of(taken)
         if not name and elsewhere is None:
             listing.check_is_found(taken)
@@ -273,6 +269,12 @@ class StepChooser:
             # Some buckets list folders for minutes after the last object in them has gone.
             ledger.look_again(self._root, self._item, ledger.epoch)
         ledger.refresh(self._root, self._item)
+
+    def choose(self, channel: Channel) -> int:
+        """Chooses the newest step on process 0 for all processes; see `newest`."""
+        taken, mended = on_primary(channel, self.newest)
+        self.ledger.take_back(mended)
+        return taken
 
     def newest(self) -> tuple[int, list[str]]:
         """Newest step that is not known to be damaged, or that could be mended.

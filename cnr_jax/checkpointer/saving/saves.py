@@ -411,6 +411,8 @@ class Saves:
         with self._looking(save):
             save.step_items.finalize(folder)
             self._before_commit()
+        if not save.decided:
+            self._writer.check_claim()  # where a state is saved, its handler does
         own = [save.item] if save.decided else []
         return [*own, names.ORBAX_METADATA]
 

@@ -330,7 +330,7 @@ def _remove(root: AnyPath, writer: RootWriter, ledger: Ledger, directory: str) -
     """Removes a step directory for which another one stands."""
     writer.check_removal(directory)
     if writer.remover is None:
-        remove_in_place(root / directory)
+        remove_in_place(root / directory, writer.check_claim)
     else:
         writer.remover.remove(directory, background=False)
     ledger.forget(directory)

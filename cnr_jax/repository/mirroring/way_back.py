@@ -26,6 +26,7 @@ class WayBack:
     Args:
         root: root that is mirrored, and is written to here.
         target: mirror of the root, which is only read here.
+        claim: function that claims the target, given the name of the item that holds the state.
         is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
         item: name of the item of each step; None: the one that is found.
         single: whether to skip the trial of the store's conditions, see `Options.single_writer`.
@@ -36,11 +37,12 @@ class WayBack:
         root: AnyPath,
         target: AnyPath,
         *,
+        claim: Callable[[str], None],
         is_step: Callable[[str], bool] | None = None,
         item: str | None = None,
         single: bool = False,
     ) -> None:
-        self.root, self.target = root, target
+        self.root, self.target, self._claim = root, target, claim
         self._is_step, self._item = is_step, item
         self._settings: Any = {"is_step": is_step, "item": item, "single": single}
 
@@ -85,7 +87,7 @@ class WayBack:
                 return False
             theirs = Ledger.load(self.target, item, self._is_step)
         newest = own.newest() if own is not None else None
-        tried = set[str]()
+        tried, has_claimed = set[str](), step is not None
         while True:
             found = [e for e in theirs.restorable() if e.directory not in tried]
             if step is not None:
@@ -107,6 +109,12 @@ class WayBack:
                 )
             if not is_free(self.root):
                 return False
+            if not has_claimed:
+                # A host that is given up may still be copying to the mirror. A step that came after
+                # this look would have the number of one that this run is about to save.
+                has_claimed = True
+                theirs = self._claimed(theirs, item)
+                continue
             copier = Copier(self.target, self.root, **self._settings | {"item": item})
             filled = as_root_errors(self.root, "filled from its mirror")
             try:
@@ -130,6 +138,19 @@ class WayBack:
                 self.target,
             )
             return True
+
+    def _claimed(self, theirs: Ledger, item: str) -> Ledger:
+        """Claims the target; returns what it then holds, or `theirs` if it cannot be claimed."""
+        try:
+            self._claim(item)
+            return Ledger.load(self.target, item, self._is_step)
+        except (errors.CnrError, OSError) as error:
+            _log.warning(
+                "steps may still come into the mirror %s while it is read: %s",
+                self.target,
+                in_one_line(error),
+            )
+            return theirs
 
     def mend(self, directory: str) -> bool:
         """Mends a step of the root, and the steps that it rests on, with files of the mirror.

@@ -268,7 +268,7 @@ class Claim:
         _claimed_at[own.id] = calling_line()
         return before
 
-    def stand_in(self, other: Writer, *, alone: bool) -> None:
+    def stand_in(self, other: Writer, *, alone: bool) -> Writer:
         """Acts for a while in the place of a manager that may still be running.
 
         `withdraw` leaves the root to that manager again. If this process is killed before, the
@@ -279,23 +279,27 @@ class Claim:
             alone: whether a lock keeps that manager from saving meanwhile. If so, its claim stays
                 as it is.
 
+        Returns:
+            The claim of that manager as it now is: a save may have moved steps aside since.
+
         Raises:
             WriterError: if somebody else has claimed the root meanwhile.
         """
-        self._other = other
         if alone:
-            self._own = other
-        else:
-            own = dataclasses.replace(
-                other,
-                id=secrets.token_hex(16),
-                since=_now(),
-                epoch=self._new_epoch(),
-            )
-            found, self._version = _read_writer(self._root)
-            if found is not None and found.id != other.id:
-                raise _taken_over(self._root, found, own)
-            self._write(own)
+            self._own = self._other = other
+            return other
+        found, self._version = _read_writer(self._root)
+        if found is not None and found.id != other.id:
+            raise _taken_over(self._root, found, other)
+        self._other = found or other
+        own = dataclasses.replace(
+            self._other,
+            id=secrets.token_hex(16),
+            since=_now(),
+            epoch=self._new_epoch(),
+        )
+        self._write(own)
+        return self._other
 
     def check(self) -> None:
         """Checks that no other manager has claimed the root meanwhile.
@@ -312,12 +316,20 @@ class Claim:
     def _check(self, own: Writer) -> None:
         found, self._version = _read_writer(self._root)
         if found is None and not exists(self._root / names.WRITER):
-            self._write(
-                own
-            )  # somebody deleted the file; no other manager claims the root
+            # Somebody deleted the file, or claimed the root for a while; nobody claims it now.
+            self._write(dataclasses.replace(own, epoch=self._new_epoch()))
             return
         if found is None or found.id != own.id:
             raise _taken_over(self._root, found, own)
+        if found.epoch != own.epoch:
+            self._own = (
+                None  # the next save claims the root again, and looks what it holds
+            )
+            raise errors.WriterError(
+                f"another program has stood in for this manager in {os.fspath(self._root)}\n"
+                f"  got epoch {found.epoch}, expected {own.epoch}\n"
+                "  hint: save again; and delete or merge steps while nobody saves"
+            )
         # What is moved aside may differ: a manager that stood in for this one may have settled it.
         self._own = found
 

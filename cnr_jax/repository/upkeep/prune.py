@@ -193,7 +193,7 @@ def prune(
             for name in [*(n for n in going if n not in ledger.entries), *steps]:
                 writer.check_removal(name)
                 if writer.remover is None:
-                    remove_in_place(path / name)
+                    remove_in_place(path / name, writer.check_claim)
                 else:
                     writer.remover.remove(name, background=False)
                 ledger.forget(name)

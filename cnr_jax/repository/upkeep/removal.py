@@ -13,7 +13,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax.format import names
@@ -151,20 +151,30 @@ class Remover:
         self._purger.close()
 
 
-def remove_in_place(step: store.AnyPath) -> None:
+def remove_in_place(step: store.AnyPath, check_claim: Callable[[], None]) -> None:
     """Removes a step where folders cannot be renamed, starting with the file that commits it.
 
+    Args:
+        step: path of the step.
+        check_claim: function that raises an error if another manager has taken over the root.
+
     Raises:
+        WriterError: if another manager has taken over the root; the step stays.
         OSError: if a file of the step cannot be removed.
     """
     kept = store.store_of(step)
+    markers.begin_removal(step, check_claim)
     kept.remove_file(step / names.ORBAX_COMMITTED)
     for error in kept.remove_tree(step):
         raise error
 
 
 def end_attempts(
-    root: store.AnyPath, ledger: Ledger, *, trusts: bool, stops: bool
+    root: store.AnyPath,
+    is_step: Callable[[str], bool],
+    known: Set[str],
+    *,
+    stops: bool,
 ) -> None:
     """Ends what others have begun in a root that was just claimed, where nothing is renamed.
 
@@ -175,23 +185,22 @@ def end_attempts(
 
     Args:
         root: root that is claimed, in a store that cannot rename folders.
-        ledger: ledger of the root, as it was before the claim.
-        trusts: whether each of its committed steps is still there, and need not be looked at.
+        is_step: function that says whether a name is that of a step.
+        known: names of folders that are not looked at: they hold committed steps, or are one's own.
         stops: whether to stop saves; without, only leftovers go.
 
     Raises:
         OSError: if storage does not tell what there is, or a save cannot be stopped.
     """
-    known = {entry.directory for entry in ledger.committed()} if trusts else set[str]()
-    found = {*layout.step_directories(root, ledger.is_step)} - known
+    found = {*layout.step_directories(root, is_step)} - known
     look = markers.stop if stops else _read_attempt
     with ThreadPoolExecutor(_AT_ONCE, "cnr_stop") as pool:
         steps = [root / name for name in sorted(found)]
         for step, data in zip(steps, pool.map(look, steps), strict=True):
-            if data != names.REMOVED:
+            if not markers.says_removed(data):
                 continue
             try:
-                remove_in_place(step)
+                remove_in_place(step, lambda: None)  # whose removal has begun already
             except OSError as error:
                 _log.warning(
                     "what is left of a removed step stays until the next manager saves: %s",

@@ -235,9 +235,9 @@ class RootWriter:
         if not self._claim.is_taken:
             if not self._single:
                 check_conditions(root)
-            self._before = self._claim.take()
             # The ledger may have been read before another manager saved there last.
             self._doubtful, self._is_alone = True, False
+            self._before = self._claim.take()
             with self.looking:
                 self._tidy, self._named = False, frozenset()
                 self._own, self._removed = {}, set()
@@ -268,7 +268,9 @@ class RootWriter:
         self._unfinished.wait_for_room()
         if not self._is_alone and self.remover is None:
             # Before the refresh, which finds what they have committed by now.
-            end_attempts(root, ledger, trusts=self._is_of_epoch, stops=not self._single)
+            known = {e.directory for e in ledger.committed() if self._is_of_epoch}
+            known |= {own} if own is not None else set[str]()
+            end_attempts(root, ledger.is_step, known, stops=not self._single)
         self._is_alone = True
         changed = self._bring_back() | self._refresh()
         with self.looking:
@@ -289,8 +291,8 @@ class RootWriter:
         """
         if not self._single:
             check_conditions(self._known()[0])
-        self._before = other
-        self._claim.stand_in(other, alone=alone)
+        self._doubtful, self._is_alone = True, False
+        self._before = self._claim.stand_in(other, alone=alone)
 
     @property
     def _is_of_epoch(self) -> bool:
