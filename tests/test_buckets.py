@@ -42,6 +42,7 @@ from cnr_jax.repository.store import (
     s3_clients,
     store_of,
 )
+from cnr_jax.repository.upkeep import writer as writer_module
 from cnr_jax.repository.upkeep.writer import RootWriter
 
 from . import bucket_program
@@ -744,31 +745,129 @@ def test_a_save_without_a_state_is_not_committed_by_who_has_lost_the_root(
             assert second.reload() is None and second.all_steps() == [0, 1]
 
 
+def gated_commit(monkeypatch: pytest.MonkeyPatch, gate: Gate, directory: str) -> None:
+    """Commits of a step come to the gate first."""
+    publish = ConditionalCommitter.publish
+
+    def late(self: Any, attempt: Attempt, *told: Any) -> None:
+        if attempt.directory == directory:
+            gate.passes()
+        publish(self, attempt, *told)
+
+    monkeypatch.setattr(ConditionalCommitter, "publish", late)
+
+
+def test_a_manager_that_claims_a_root_again_stops_no_save_of_its_own(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt ends `reload`, which waits for the save."""
+    run, gate = tiny_run(), Gate()
+    gated_commit(monkeypatch, gate, "1")
+    with run.open(str(root), max_in_flight=2) as manager:
+        run.run(manager, [0])
+        gate.shut()
+        run.train(1)
+        run.save(manager, 1)
+        assert gate.reached.wait(60)
+        with monkeypatch.context() as patch:
+
+            def interrupted() -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(manager._saves, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.reload()
+        threading.Timer(1, gate.open).start()
+        run.run(manager, [2])
+        assert manager.all_steps() == [0, 1, 2]
+        for step in range(3):
+            run.check(manager, step)
+
+
+def test_who_claims_and_sleeps_stops_no_save_of_who_came_after(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, slow, last = tiny_run(), tiny_run(salt=1), tiny_run(salt=2)
+    asleep, gate, end = Gate(), Gate(), writer_module.end_attempts
+    gated_commit(monkeypatch, gate, "2")
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+    with (
+        slow.open(str(root)) as second,
+        last.open(str(root)) as third,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        slow.restore(second, None)
+        last.restore(third, None)
+
+        def sleeps(*told: Any) -> None:
+            monkeypatch.setattr(writer_module, "end_attempts", end)
+            asleep.passes()
+            end(*told)
+
+        monkeypatch.setattr(writer_module, "end_attempts", sleeps)
+        asleep.shut()
+        gate.shut()
+        late = pool.submit(slow.run, second, [3])
+        assert asleep.reached.wait(60)
+        last.train(2)
+        last.save(third, 2)
+        assert gate.reached.wait(60)
+        asleep.open()
+        with pytest.raises(errors.WriterError, match="has taken over"):
+            late.result()
+        gate.open()
+        third.wait_until_finished()
+        assert third.all_steps() == [0, 1, 2]
+        last.check(third, None)
+
+
+def test_what_may_not_be_stopped_is_in_the_way_of_no_save(
+    tiny_run: Any, root: epath.Path, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+    store_of(root).write(root / "9" / names.ATTEMPT, b"a" * 32, replaces=False)
+    proxy.says = b"<Error><Code>AccessDenied</Code></Error>"
+    proxy.harm = lambda kind, path, _: 403 if kind == "PUT" and "/9/" in path else None
+    with run.open(str(root)) as manager:
+        run.restore(manager, None)
+        run.run(manager, [2])
+        run.check(manager, None)
+    assert "that another program may commit goes on" in caplog.text
+
+
 def test_a_new_manager_stops_only_what_is_not_committed(root: epath.Path) -> None:
     committer, store = ConditionalCommitter(lambda: None), store_of(root)
     first, note = attempt(root, "a"), root / "5" / names.ATTEMPT
-    assert markers.stop(root / "5") == b"" and held(root) == []
+    claimed = lambda: None  # noqa: E731
+    assert markers.stop(root / "5", claimed) == b"" and held(root) == []
     committer.prepare(first, [])
     store.write(root / "5/rows", b"of the first", replaces=False)
     for _ in range(2):
-        assert markers.stop(root / "5") == store.read(note) == markers.stopped("a" * 32)
+        assert (
+            markers.stop(root / "5", claimed)
+            == store.read(note)
+            == markers.stopped("a" * 32)
+        )
     with pytest.raises(errors.WriterError, match=r"taken the root over, and stopped"):
         committer.publish(first, [])
     # As a copy that goes on under its own name: it keeps its files.
     late = ConditionalCommitter(lambda: None)
     late.prepare(first, [])
     assert store.read(root / "5/rows") == b"of the first"
-    markers.stop(root / "5")
+    markers.stop(root / "5", claimed)
     committer.prepare(first, [])
     with pytest.raises(errors.WriterError):
         late.publish(first, [])
     assert store.read(root / "5/rows") == b"of the first"
     committer.publish(first, [])
-    assert markers.stop(root / "5") == store.read(note)
+    assert markers.stop(root / "5", claimed) == store.read(note)
     assert markers.says_committed(store.read(note)) and not late.is_published(first)
 
     def lost() -> None:
-        assert markers.says_removed(markers.stop(root / "5"))
+        assert markers.says_removed(markers.stop(root / "5", claimed))
         assert not is_committed(root / "5")
         raise errors.WriterError("taken over")
 
@@ -779,7 +878,7 @@ def test_a_new_manager_stops_only_what_is_not_committed(root: epath.Path) -> Non
     markers.begin_removal(root / "5", lost)  # which has begun
     assert markers.says_removed(store.read(note))
     store.write(note, names.REMOVED, replaces=True)
-    assert markers.stop(root / "5") == store.read(note) == names.REMOVED
+    assert markers.stop(root / "5", claimed) == store.read(note) == names.REMOVED
 
 
 def test_an_attempt_that_is_given_up_leaves_nothing(root: epath.Path) -> None:

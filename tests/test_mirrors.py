@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from cnr_jax import errors
 from cnr_jax.checkpointer.saving import lifecycle
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
+from cnr_jax.repository.committer import ConditionalCommitter
+from cnr_jax.repository.layout import open_root
+from cnr_jax.repository.mirroring import copier as copier_module
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.step_files import Meter
 from cnr_jax.repository.store import can, names_in, store_of
@@ -34,7 +38,7 @@ from cnr_jax.testing.faults import Fault
 
 from . import mirror_program
 from .bucket_proxy import Proxy
-from .conftest import case_of, each_of, xla_flags
+from .conftest import Gate, case_of, each_of, xla_flags
 from .test_buckets import held
 
 PROGRAM = Path(mirror_program.__file__)
@@ -201,6 +205,20 @@ def test_what_a_restore_finds_damaged_is_mended(
                 assert (root / path).read_bytes() == whole
                 manager.verify()
     assert cnr.verify(root) == ()
+
+
+@each_of("step", [1, None])
+def test_what_was_noted_as_damaged_is_listed_once_it_is_mended(
+    tiny_run: Any, tmp_path: Path, step: int | None
+) -> None:
+    run, root = tiny_run(), tmp_path / f"root{step}"
+    with run.open(root, mirror=tmp_path / f"far{step}") as manager:
+        run.run(manager, range(2))
+        caught_up(manager)
+        flip(root, next(f for f in files_of(root, "1") if "/rows.p" in f))
+        assert manager.verify() and manager.latest_step() == 0
+        run.restore(manager, step)
+        assert manager.latest_step() == 1 and manager.all_steps() == [0, 1]
 
 
 def test_a_single_writer_saves_after_its_mirror_has_mended_a_step(
@@ -805,6 +823,71 @@ def proxied(
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy, f"{bucket}/far"
     proxy.close()
+
+
+def test_a_copy_whose_commit_is_in_doubt_is_looked_for(
+    tiny_run: Any, root: Path, proxied: tuple[Proxy, str], impatient: None
+) -> None:
+    """The answer to its commit is lost, and then the service is away."""
+    run, (proxy, url) = tiny_run(), proxied
+    with run.open(root) as manager:
+        run.run(manager, range(3))
+    mirror, puts, away = Mirror(root, open_root(url)), list[str](), list[bool]()
+
+    def harm(kind: str, path: str, _: int) -> Any:
+        if kind == "PUT" and path.endswith(f"/1/{names.ATTEMPT}"):
+            puts.append(path)
+            if len(puts) == 2:
+                away.append(True)
+                return "drop"
+        return 503 if away else None
+
+    proxy.harm = harm
+    assert mirror.catch_up().problems
+    proxy.harm = lambda *_: None
+    assert mirror.catch_up().problems == () and mirror.lost is None
+    assert steps_in(url) == ["0", "1", "2"] and cnr.verify(url) == ()
+    mirror.close(1)
+
+
+def test_a_mirror_that_has_lost_its_target_commits_no_copy(
+    tiny_run: Any, root: Path, bucket: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one has begun on the same step, and then removed what that rests on."""
+    run, gate, publish = tiny_run(), Gate(), ConditionalCommitter.publish
+    far, copy_all = bucket / "far", copier_module.copy_files
+
+    def late(self: Any, attempt: Any, *told: Any) -> None:
+        if attempt.directory == "2":
+            monkeypatch.setattr(ConditionalCommitter, "publish", publish)
+            gate.passes()
+        publish(self, attempt, *told)
+
+    def fails(source: Any, *told: Any, **kwargs: Any) -> Any:
+        if source.name == "2":
+            raise OSError("away")
+        return copy_all(source, *told, **kwargs)
+
+    monkeypatch.setattr(ConditionalCommitter, "publish", late)
+    with run.open(root) as manager, ThreadPoolExecutor(1) as pool:
+        run.run(manager, range(3))
+        first, second = Mirror(root, far), Mirror(root, far, keep=1)
+        gate.shut()
+        copied = pool.submit(first.catch_up)
+        assert gate.reached.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(copier_module, "copy_files", fails)
+            assert second.catch_up().problems
+        run.train(3)
+        full = cnr.args.Save(run.state, run.touched, full=True)
+        assert manager.save(3, args=full)
+        manager.wait_until_finished()
+        assert second.catch_up().problems == () and steps_in(far) == ["2", "3"]
+        gate.open()
+        assert copied.result().problems and first.lost is not None
+        first.close(1)
+        second.close(1)
+    assert harm(far) == []
 
 
 def test_a_slow_mirror_holds_no_save_up_and_is_warned_of_once(

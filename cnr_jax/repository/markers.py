@@ -50,13 +50,21 @@ def says_removed(attempt: bytes) -> bool:
     return attempt == names.REMOVED or attempt.endswith(_REMOVING)
 
 
-def stop(step: AnyPath) -> bytes:
+def stop(
+    step: AnyPath, check_claim: Callable[[], None], own: Collection[str] = ()
+) -> bytes:
     """Stops the attempt that holds a folder, so that it can never be committed.
+
+    Args:
+        step: path of the folder.
+        check_claim: function that raises an error if another manager has taken over the root.
+        own: nonces of attempts that are not stopped.
 
     Returns:
         Contents of the file of the attempt as they now are; empty if there is none.
 
     Raises:
+        WriterError: as `check_claim`.
         OSError: if storage does not tell, or cannot be written.
     """
     note = step / names.ATTEMPT
@@ -64,6 +72,10 @@ def stop(step: AnyPath) -> bytes:
         data, version = found
         if says_committed(data) or says_removed(data) or data.endswith(_STOPPED):
             return data
+        if data.startswith(tuple(nonce.encode() for nonce in own)):
+            return data
+        # After the file was read: what a later claimant has put is not found with this claim.
+        check_claim()
         with contextlib.suppress(FileExistsError):  # it has changed since
             store_of(note).swap(note, data + _STOPPED, version)
     return b""

@@ -130,7 +130,7 @@ def restore(
                 continue
             if not isinstance(error, errors.DAMAGE):
                 raise
-            if on_primary(channel, functools.partial(chooser.mend, name)):
+            if chooser.mend_for_all(name, channel):
                 continue
             # Nothing of such a step is damaged. Passed over, it would make way for other steps.
             is_whole = error.kind == UNKNOWN
@@ -311,23 +311,33 @@ class StepChooser:
         The damage was found by `verify`, for example, or by a restore while the mirror was away.
 
         Returns:
-            The directories of the step's chain; none if no step was mended.
+            The directories of the step and its chain; none if no step was mended.
         """
         ledger, newest = self.ledger, self.ledger.newest()
         for entry in reversed(ledger.committed()):
             if newest is not None and order(entry) <= order(newest):
                 break
-            chain = [each.directory for each in ledger.chain(entry)]
-            is_known = any(ledger.harm_of(each) for each in ledger.chain(entry))
-            if is_known and self.mend(entry.directory):
-                return chain
+            if any(ledger.harm_of(each) for each in ledger.chain(entry)):
+                if mended := self.mend(entry.directory):
+                    return mended
         return []
 
-    def mend(self, directory: str) -> bool:
-        """Tries once to mend a damaged step; returns whether that did anything."""
+    def mend_for_all(self, directory: str, channel: Channel) -> bool:
+        """Tries once to mend a damaged step, on process 0; returns whether that did anything."""
+        mended = on_primary(channel, lambda: self.mend(directory))
+        if mended:
+            self.ledger.take_back(mended)
+        return bool(mended)
+
+    def mend(self, directory: str) -> list[str]:
+        """Tries once to mend a damaged step; returns the directories of its chain if it did."""
         is_first = directory not in self._mended
         self._mended.add(directory)
-        return is_first and self._mend is not None and self._mend(directory)
+        if not is_first or self._mend is None or not self._mend(directory):
+            return []
+        entry = self.ledger.entries.get(directory)
+        chain = self.ledger.chain(entry) if entry else []
+        return [directory, *(each.directory for each in chain)]
 
     def note(self, step: int, error: errors.CnrError) -> None:
         """Notes that a step is damaged, and adds to its error what is known of the root.

@@ -253,6 +253,8 @@ class Copier:
         try:
             # `own`: files of the step that an earlier call has copied are no leftover.
             self._claim(own=entry.directory)
+            if self.has(entry):
+                return  # an earlier call has committed it, but did not hear so
             self._make_room(entry)
             committer.prepare(attempt, [])
             folder = committer.folder(attempt)
@@ -274,6 +276,7 @@ class Copier:
                 writer.note_own(made)
             writer.show(entry.directory, [*self.there.left])
         except (errors.CnrError, OSError) as error:
+            writer.undo()  # the next call looks whether the copy is committed all the same
             # After other errors the files stay, and the next call copies the rest.
             if isinstance(error, errors.DAMAGE) or self.is_gone(entry):
                 with contextlib.suppress(errors.CnrError, OSError):

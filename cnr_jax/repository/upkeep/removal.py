@@ -173,8 +173,8 @@ def end_attempts(
     root: store.AnyPath,
     is_step: Callable[[str], bool],
     known: Set[str],
-    *,
-    stops: bool,
+    check_claim: Callable[[], None],
+    own: Set[str] | None,
 ) -> None:
     """Ends what others have begun in a root that was just claimed, where nothing is renamed.
 
@@ -187,13 +187,26 @@ def end_attempts(
         root: root that is claimed, in a store that cannot rename folders.
         is_step: function that says whether a name is that of a step.
         known: names of folders that are not looked at: they hold committed steps, or are one's own.
-        stops: whether to stop saves; without, only leftovers go.
+        check_claim: function that raises an error if another manager has taken over the root.
+        own: nonces of saves that go on; None: no save is stopped, and only leftovers go.
 
     Raises:
+        WriterError: if another manager has claimed the root meanwhile.
         OSError: if storage does not tell what there is, or a save cannot be stopped.
     """
+
+    def look(step: store.AnyPath) -> bytes:
+        try:
+            if own is not None:
+                return markers.stop(step, check_claim, own)
+            return store.read_all(step / names.ATTEMPT)
+        except FileNotFoundError:
+            return b""
+        except PermissionError as error:
+            _log.warning("a save that another program may commit goes on: %s", error)
+            return b""
+
     found = {*layout.step_directories(root, is_step)} - known
-    look = markers.stop if stops else _read_attempt
     with ThreadPoolExecutor(_AT_ONCE, "cnr_stop") as pool:
         steps = [root / name for name in sorted(found)]
         for step, data in zip(steps, pool.map(look, steps), strict=True):
@@ -206,13 +219,6 @@ def end_attempts(
                     "what is left of a removed step stays until the next manager saves: %s",
                     error,
                 )
-
-
-def _read_attempt(step: store.AnyPath) -> bytes:
-    try:
-        return store.read_all(step / names.ATTEMPT)
-    except FileNotFoundError:
-        return b""
 
 
 def _removed(directory: str) -> str:

@@ -269,8 +269,9 @@ class RootWriter:
         if not self._is_alone and self.remover is None:
             # Before the refresh, which finds what they have committed by now.
             known = {e.directory for e in ledger.committed() if self._is_of_epoch}
-            known |= {own} if own is not None else set[str]()
-            end_attempts(root, ledger.is_step, known, stops=not self._single)
+            known |= {own or ""}
+            mine = None if self._single else self._writing
+            end_attempts(root, ledger.is_step, known, self._claim.check, mine)
         self._is_alone = True
         changed = self._bring_back() | self._refresh()
         with self.looking:
