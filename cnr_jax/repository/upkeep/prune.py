@@ -126,8 +126,8 @@ def prune(
     copies, with what they rest on, or all steps if `prune` cannot tell which are copies; and all
     files and folders that are not of this library. Steps that rollbacks have set aside go as soon
     as any step of the run does, if all folders can be read. With `delete`, `prune` first clears
-    away what killed programs have left, as the first save of a manager does: saves that were never
-    committed, and steps that were removed in part. Without `delete` a run may be saving there; the
+    away what killed programs have left, as the first save of a manager does: steps that were
+    removed in part and, except in buckets, saves that were never committed. Without `delete` a run may be saving there; the
     plan leaves out what that run removes meanwhile.
 
     `prune` imports neither jax nor Orbax. It deletes deltas before what they rest on, so after a
