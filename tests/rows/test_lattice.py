@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_jax import errors
-from cnr_jax.rows.codecs import make_codec, packed
+from cnr_jax.rows.codecs import Codec, make_codec, packed
 from cnr_jax.rows.codecs.dither import row_keys
 from cnr_jax.rows.codecs.lattice import Lattice
 from cnr_jax.rows.codecs.packed import pack_rows, unpack_rows
@@ -33,12 +36,27 @@ def trained(rows: int, dim: int = 32, seed: int = 0) -> np.ndarray:
     return x.astype(np.float32)
 
 
+# One program each: operation by operation, each shape would be compiled dozens of times.
+@partial(jax.jit, static_argnums=0)
+def step_of(codec: Lattice, rows: Any) -> jax.Array:
+    return codec.step(rows)
+
+
+@partial(jax.jit, static_argnums=0)
+def encode_on(codec: Lattice, rows: Any, step: Any, *keys: Any) -> Any:
+    return codec.encode_on(rows, step, *keys)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def decode(codec: Codec, parts: Any, dim: int, dtype: Any) -> jax.Array:
+    return codec.decode(parts, dim=dim, dtype=dtype)
+
+
 def encoded(
-    codec: Lattice, rows: np.ndarray, step: float, keys: np.ndarray | None = None
+    codec: Lattice, rows: np.ndarray, step: Any, keys: np.ndarray | None = None
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    encode = jax.jit(codec.encode_on)
     given = (rows, np.float32(step)) if keys is None else (rows, np.float32(step), keys)
-    found = encode(*given)
+    found = encode_on(codec, *given)
     return {n: np.asarray(p) for n, p in found.parts.items()}, np.asarray(found.escaped)
 
 
@@ -47,7 +65,7 @@ def encoded(
 def test_mean_error_is_that_of_adaptive_codes(bits: int) -> None:
     rows = trained(4000)[20:]
     codec, adaptive = Lattice(bits=bits), make_codec("adaptive", bits)
-    parts, escaped = encoded(codec, rows, codec.step(rows))
+    parts, escaped = encoded(codec, rows, step_of(codec, rows))
     assert not escaped.any()
     found: list[float] = []
     for each, of in ((codec, parts), (adaptive, adaptive.encode(rows).parts)):
@@ -59,9 +77,9 @@ def test_mean_error_is_that_of_adaptive_codes(bits: int) -> None:
 @pytest.mark.slow
 def test_few_rows_of_another_magnitude_do_not_choose_the_step() -> None:
     rows, codec = trained(1000)[20:], Lattice(bits=4)
-    alike = float(codec.step(rows))
+    alike = float(step_of(codec, rows))
     rows[:5] *= 1e6
-    assert float(codec.step(rows)) == pytest.approx(alike, rel=0.02)
+    assert float(step_of(codec, rows)) == pytest.approx(alike, rel=0.02)
 
 
 @each_of(
@@ -72,7 +90,7 @@ def test_rows_of_one_value_each_have_a_step_too(
     values: tuple[float, float], step: float
 ) -> None:
     rows = np.repeat(np.float32([values]).T, 4, axis=1)
-    assert float(Lattice(bits=4).step(rows)) == pytest.approx(step, rel=0.01)
+    assert float(step_of(Lattice(bits=4), rows)) == pytest.approx(step, rel=0.01)
 
 
 @each_of("bits", [2, 8])
@@ -82,10 +100,10 @@ def test_rows_are_within_the_bound_and_the_others_escaped(
 ) -> None:
     rows, codec = trained(500), Lattice(bits=bits)
     keys = row_keys(np.uint32(7), np.arange(len(rows))) if dithers else None
-    parts, escaped = encoded(codec, rows, codec.step(rows[20:]), keys)
+    parts, escaped = encoded(codec, rows, step_of(codec, rows[20:]), keys)
     assert np.flatnonzero(escaped).tolist() == [4, 5, 6, 7]
     assert not parts["integers"][escaped].any()
-    read = codec.decode(parts, dim=rows.shape[1], dtype=np.float32)
+    read = decode(codec, parts, rows.shape[1], np.float32)
     off = np.abs(rows - np.asarray(read))[~escaped]
     assert (off <= (1.01 if dithers else 0.51) * parts["scale"][~escaped]).all()
     largest = np.abs(rows[20:]).max(axis=1, keepdims=True)
@@ -107,8 +125,8 @@ def test_values_are_exact_products_rounded_once(bits: int, dtype: type) -> None:
     if np.dtype(dtype) == np.float16:
         exact = np.clip(exact, -65504, 65504)
     assert (exact.astype(np.float32) == exact).all()
-    decode = jax.jit(lambda p: codec.decode(p, dim=16, dtype=dtype))
-    read = np.asarray(decode({"integers": integers, "scale": scale}))
+    parts = {"integers": integers, "scale": scale}
+    read = np.asarray(decode(codec, parts, 16, dtype))
     assert read.tobytes() == exact.astype(np.float32).astype(dtype).tobytes()
 
 
@@ -138,7 +156,7 @@ def test_differences_add_up_whatever_lies_below(
 
 def test_a_dithered_row_that_stays_keeps_its_integers() -> None:
     rows, codec = trained(200), Lattice(bits=4)
-    step = codec.step(rows[20:])
+    step = step_of(codec, rows[20:])
     keys = row_keys(np.uint32(1), np.arange(len(rows)))
     first, _ = encoded(codec, rows, step, keys)
     again, _ = encoded(codec, rows.copy(), step, keys)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +28,17 @@ def squares(count: int, dim: int, seed: int = 0) -> np.ndarray:
     return rows.astype(np.float32)
 
 
+# One program each: operation by operation, each shape would be compiled dozens of times.
+@partial(jax.jit, static_argnums=0)
+def encode_on(codec: Octave | Unit, rows: Any, integers: Any, centre: Any) -> Encoded:
+    return codec.encode_on(rows, integers, centre)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def decode(codec: Octave | Unit, parts: Any, dim: int, dtype: Any) -> jax.Array:
+    return codec.decode(parts, dim=dim, dtype=dtype)
+
+
 def over(
     codec: Octave, rows: np.ndarray, below: dict[str, np.ndarray] | None = None
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -32,8 +46,7 @@ def over(
     known = below or {}
     integers = known.get("integers", np.zeros(rows.shape, np.int16))
     centre = known.get("centre", np.zeros((len(rows), 1), np.int16))
-    found = jax.jit(codec.encode_on)(rows, integers, centre)
-    return on_host(found)
+    return on_host(encode_on(codec, rows, integers, centre))
 
 
 def on_host(found: Encoded) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -46,7 +59,7 @@ def on_host(found: Encoded) -> tuple[dict[str, np.ndarray], np.ndarray]:
 def test_squares_read_within_their_bound(places: int, dim: int) -> None:
     rows, codec = squares(2000, dim), Octave(places=places)
     parts, escaped = over(codec, rows)
-    read = np.asarray(codec.decode(parts, dim=dim, dtype=np.float32))
+    read = np.asarray(decode(codec, parts, dim, np.float32))
     assert set(np.flatnonzero(escaped)) <= {2, 3, 5, 7}
     assert escaped[[2, 5]].all()
     kept = ~escaped
@@ -60,7 +73,7 @@ def test_squares_read_within_their_bound(places: int, dim: int) -> None:
 def test_places_have_the_same_bits_everywhere(places: int) -> None:
     """Worked out on the host in double precision, which needs no table."""
     q = np.arange(-32767, 32768, 7, dtype=np.int16).reshape(-1, 1)
-    read = np.asarray(Octave(places=places).decode({"integers": q}, dim=1, dtype="f4"))
+    read = np.asarray(decode(Octave(places=places), {"integers": q}, 1, np.float32))
     wide = q.astype(np.int64)
     p = np.clip(wide - (wide > 0), -126 * places, 128 * places - 1)
     expected = np.where(wide == 0, 0, np.exp2(p / places)).astype(np.float32)
@@ -79,18 +92,18 @@ def test_means_read_within_their_bound(dim: int, dtype: type) -> None:
     with np.errstate(over="ignore"):
         means = means.astype(dtype)
     given = known["integers"], known.get("centre", np.zeros((len(rows), 1), np.int16))
-    parts, escaped = on_host(jax.jit(codec.encode_on)(means, *given))
+    parts, escaped = on_host(encode_on(codec, means, *given))
     assert escaped[[1, 10, 11]].all()
     assert not escaped[0] or dtype == np.float16
-    read = np.asarray(codec.decode(parts, dim=dim, dtype=dtype)).astype(np.float64)
-    shown = np.asarray(codec.squares.decode(known, dim=dim, dtype=np.float32))
+    read = np.asarray(decode(codec, parts, dim, dtype)).astype(np.float64)
+    shown = np.asarray(decode(codec.squares, known, dim, np.float32))
     kept, exact = ~escaped, means.astype(np.float64)
     rounding = {2: float(jnp.finfo(dtype).eps), 4: 1e-7}[np.dtype(dtype).itemsize]
     most = 0.511 / 8 * np.sqrt(shown) + np.abs(exact) * rounding + 2.0**-24
     assert (np.abs(read - exact)[kept] <= most[kept]).all()
     # A product of so few bits is exact, whatever it is computed in.
     root = np.asarray(
-        Octave(places=4).decode({n: known[n] for n in known}, dim=dim, dtype=np.float32)
+        decode(Octave(places=4), {n: known[n] for n in known}, dim, np.float32)
     ).astype(np.float64)
     steps = 2.0**15
     exponent = np.floor(np.log2(np.where(root > 0, root, 1)))
@@ -103,8 +116,8 @@ def test_means_read_within_their_bound(dim: int, dtype: type) -> None:
 def test_means_alone_are_counted_in_roots_of_their_own_squares() -> None:
     rows = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     codec = Unit(steps=8)
-    parts, escaped = on_host(codec.encode(rows))
-    read = np.asarray(codec.decode(parts, dim=4, dtype=np.float32))
+    parts, escaped = on_host(jax.jit(codec.encode)(rows))
+    read = np.asarray(decode(codec, parts, 4, np.float32))
     assert not escaped.any()
     np.testing.assert_allclose(read, rows, rtol=0.1)
 
@@ -139,7 +152,7 @@ def test_rows_without_gradients_are_not_stored() -> None:
     assert not stored["integers"][still].any()
     assert (stored["centre"] == -6).all()
     assert stored["integers"][touched].any(axis=1).mean() > 0.9
-    read = np.asarray(codec.decode(new, dim=8, dtype=np.float32))
+    read = np.asarray(decode(codec, new, 8, np.float32))
     within = np.abs(np.log2(read[later > 0] / later[later > 0]))
     assert within.max() <= 0.51
 
