@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -41,6 +42,22 @@ pytestmark = pytest.mark.usefixtures("unsynced")
 
 ROWS, DIM = 256, 16
 MESH = jax.make_mesh((2, 2), ("r", "c"), devices=jax.devices()[:4])
+
+
+# Compiled once for all steps of all runs.
+@partial(jax.jit, static_argnums=0)
+def step_of(codec: Lattice, rows: Any) -> jax.Array:
+    return codec.step(rows)
+
+
+@partial(jax.jit, static_argnums=0)
+def encode_on(codec: Lattice, rows: Any, step: Any) -> Any:
+    return codec.encode_on(rows, step)
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def decode(codec: Lattice, parts: Any, dim: int, dtype: Any) -> jax.Array:
+    return codec.decode(parts, dim=dim, dtype=dtype)
 
 
 class Run(SummedRun):
@@ -83,10 +100,9 @@ class Run(SummedRun):
     def expected(self, step: int, first: int = 0, bits: int = 4) -> np.ndarray:
         """The rows of a step, encoded without anything below, on the step of the first save."""
         codec = Lattice(bits=bits)
-        lattice = jax.jit(codec.step)(self.truths[first])
-        rows = self.truths[step]
-        encoded = jax.jit(codec.encode_on)(rows, lattice)
-        read = codec.decode(encoded.parts, dim=DIM, dtype=rows.dtype)
+        rows, lattice = self.truths[step], step_of(codec, self.truths[first])
+        encoded = encode_on(codec, rows, lattice)
+        read = decode(codec, encoded.parts, DIM, rows.dtype)
         return np.where(np.asarray(encoded.escaped)[:, None], rows, np.asarray(read))
 
     def check(self, steps: Mapping[int, int], sharding: Any = None) -> None:
