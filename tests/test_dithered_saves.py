@@ -75,7 +75,7 @@ def moved_on(root: Path, times: int, **options: Any) -> np.ndarray:
 
 
 def test_motion_that_restores_undid_survives_them(tmp_path: Path) -> None:
-    times = 12
+    times = 8
     ways = {
         way: moved_on(tmp_path / way, times, rounding=way)
         for way in ("nearest", "auto", "dithered")
