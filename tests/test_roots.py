@@ -62,7 +62,11 @@ def verify(root: Any, elsewhere: Any, tables: Any) -> None:
     cnr.verify(root)
 
 
-@pytest.mark.parametrize("take", [save, restore, restore_step, look, verify])
+# A step that is named is looked for where the newest one is.
+@pytest.mark.parametrize(
+    "take",
+    [save, restore, pytest.param(restore_step, marks=pytest.mark.slow), look, verify],
+)
 @each_of("root", STORES)
 def test_roots_that_do_not_work_are_refused_and_make_no_folder(
     root: Any,
