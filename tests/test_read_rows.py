@@ -55,7 +55,7 @@ def check(root: Path, table: str, rows: int, step: int | None, want: Any) -> Non
     "options",
     [
         {},
-        {"codec": "adaptive", "bits": 4, "slot_codec": "log"},
+        {"codec": "asymmetric", "bits": 4, "slot_codec": "log"},
         {"codec": "codebook", "bits": 2, "slot_codec": "bfloat16"},
         {"codec": "symmetric", "bits": 8, "compression": "zstd"},
         {"codec": "adaptive", "tracking": "fingerprint", "policy": cnr.OneShot()},

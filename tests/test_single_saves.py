@@ -177,9 +177,9 @@ class Names:
     "options",
     [
         {"policy": Names(), "codec": "adaptive", "bits": 2},
-        {"codec": "adaptive", "bits": "auto", "expected_restores": 1.0},
+        {"codec": "asymmetric", "bits": "auto", "expected_restores": 1.0},
         {"codec": "codebook", "bits": 4, "tracking": "fingerprint"},
-        {"codec": "adaptive", "tracking": "audited", "drop_unchanged": True},
+        {"codec": "asymmetric", "tracking": "audited", "drop_unchanged": True},
     ],
 )
 def test_all_bits_are_saved_whatever_else_decides_on_codecs(

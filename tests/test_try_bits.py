@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections import OrderedDict
@@ -46,6 +47,12 @@ def state() -> dict[str, Any]:
 @pytest.fixture
 def tables(state: Any) -> cnr.Tables:
     return cnr.find_tables(state, ["user"])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def there_and_back(codec: Any, rows: jax.Array) -> jax.Array:
+    """Rows as a restore brings them."""
+    return codec.decode(codec.encode(rows).parts, dim=DIM, dtype=jnp.float32)
 
 
 def distance(state: Any, user: jax.Array) -> jax.Array:
@@ -154,8 +161,7 @@ def test_losses_are_differences_in_the_direction_that_is_worse(
     codec = dataclasses.replace(QUICK, bits=2).codec_for(
         "user", "table", DIM, np.float32
     )
-    encoded = codec.encode(state["user"])
-    read = codec.decode(encoded.parts, dim=DIM, dtype=jnp.float32)
+    read = there_and_back(codec, state["user"])
     change = float(((read - state["user"]) * weights).sum())
     assert abs(change) > 0.1
     ways: list[tuple[Any, int]] = [("higher", -1), ("lower", 1)]
@@ -270,7 +276,7 @@ def test_what_makes_figures_doubtful_is_said(state: Any, tables: cnr.Tables) -> 
     codec = dataclasses.replace(QUICK, bits=3).codec_for(
         "user", "table", DIM, np.float32
     )
-    read = codec.decode(codec.encode(state["user"]).parts, dim=DIM, dtype=jnp.float32)
+    read = there_and_back(codec, state["user"])
     said = tried({**state, "user": read}, "lower")
     assert "rows lie on codes of 3 bits, as a restore brought them" in said
 
