@@ -1,1 +1,1 @@
-"""Hashes of rows, which tell what changed whatever changed it."""
+"""Hashes of rows, which tell which rows changed, whatever changed them."""

@@ -19,25 +19,25 @@ from cnr_jax.rows.fingerprints.hash import differ_on_host, hash_on_host
 from cnr_jax.rows.shards import row_words
 from cnr_jax.rows.tiling import SMALL_ROWS, Program, aligned_empty, host_device, padded
 
-# Bytes of rows that are hashed at once. A call costs as much as hashing half a MiB to one; a pass
-# against a sum, measured on 2 cores, bfloat16 of dim 16, medians of four rounds: 2.3 to 2.5 in
-# chunks of 16 or 32 MiB, 2.1 in 64 MiB.
+# Bytes of rows that are hashed at once. A call costs as much as hashing half a MiB to one MiB. A
+# pass takes 2.3 to 2.5 times as long as a sum in chunks of 16 or 32 MiB, and 2.1 times in 64 MiB
+# (2 cores, bfloat16 of dim 16, medians of four rounds).
 CHUNK_BYTES = 64 << 20
 # Chunks that are being hashed or compared.
 _AHEAD = 3
-# Of a chunk of which fewer rows differ, one in this many, only theirs are hashed again.
+# If fewer than one row in this many differs in a chunk, only these rows are hashed again.
 _FEW = 8
 # Rows that are hashed again at once.
 _AGAIN_ROWS = 8 * SMALL_ROWS
-# Chunks of at least so many rows are asked for what differs; in smaller ones it saves nothing.
+# Chunks of at least this many rows are first compared; for smaller ones that saves nothing.
 _MANY_ROWS = 8 * _AGAIN_ROWS
 
 # A shard, the row of it at which a tile starts, and the rows of the tile.
 Span = tuple[jax.Array, int, int]
 
 
-# Hashes and, if asked for, tags uint8[rows, tiles]: on a device an array each, of hashes
-# uint32[rows, 2]; on the host a list of chunks, of hashes uint64[rows].
+# Hashes, or tags uint8[rows, tiles]. On a device they are one array, of hashes uint32[rows, 2]. On
+# the host they are a list of chunks, of hashes uint64[rows].
 Hashes = jax.Array | list[np.ndarray]
 
 
@@ -46,9 +46,9 @@ class Hashed(NamedTuple):
 
     Attributes:
         hashes: hash of each row. On the host, if something was compared, some chunks have only
-            those of rows that differ; `settled` makes hashes of all rows.
+            the hashes of rows that differ; `settled` adds the others.
         tags: tag of each row and tile, if asked for.
-        differ: marks from which `changed_of` makes positions, on the host positions by chunk;
+        differ: marks from which `changed_of` makes positions; on the host, positions by chunk.
             None if nothing was compared.
     """
 
@@ -63,7 +63,7 @@ def hash_chunks(
     before: list[np.ndarray] | None,
     tagged: bool,
 ) -> Hashed:
-    """Hashes the rows that spans of the same rows make up.
+    """Hashes rows, each of them made up of a row of every span.
 
     Args:
         spans: spans of leaves in a fixed order.
@@ -91,15 +91,15 @@ class _Work:
         self._before = before
         self._tagged = tagged
         self._ahead: collections.deque[Callable[[], None]] = collections.deque()
-        # By chunk, pieces that are being hashed, each with the rows of it that count.
+        # For each chunk, pieces that are being hashed, each with its number of rows that count.
         self._hashes: list[list[tuple[jax.Array, int]]] = []
         self._tags: list[np.ndarray] = []
         self._differ: list[np.ndarray] = []
-        # Whether so much differed in the chunk before that asking what differs saves nothing.
+        # Whether so many rows differed in the chunk before that comparing first saves nothing.
         self._much = False
 
     def start(self, start: int) -> None:
-        """Starts with the chunk of a row, and waits for one of those started before."""
+        """Starts the chunk that begins at a row; waits for the oldest if enough are ahead."""
         count = min(self.step, self._spans[0][2] - start)
         size = _size(count, self.step)
         chunk = self._chunk(start, count, size)
@@ -111,13 +111,13 @@ class _Work:
             differ = differ_on_host(chunk, self._seed, padded(old, size))
             end = functools.partial(self._end_compared, start, count, differ)
         self._ahead.append(end)
-        # A chunk is compared while others are hashed, and no computation of another thread
-        # queues behind more than these.
+        # A chunk is compared while others are hashed. Computations of other threads queue behind
+        # these few at most.
         if len(self._ahead) == _AHEAD:
             self._ahead.popleft()()
 
     def finish(self) -> Hashed:
-        # Taken off: what is left there would hold this object, and it the leaves of the state.
+        # Taken off, as entries hold this object, and it holds the leaves of the state.
         while self._ahead:
             self._ahead.popleft()()
         hashes = [
@@ -170,8 +170,8 @@ class _Work:
             yield hash_on_host(rows, self._seed, tagged=False)[0], len(some)
 
     def _chunk(self, start: int, count: int, size: int) -> list[np.ndarray]:
-        """Some rows of all spans, as views where nothing is to be padded."""
-        # Views live for one chunk only: see `_copy_rows` in rows/gather/host.py.
+        """Returns some rows of all spans, as views if they need no padding."""
+        # Views live for one chunk only, see `Shards.words`.
         return [
             padded(np.asarray(x)[first + start : first + start + count], size)
             for x, first, _ in self._spans
@@ -179,7 +179,7 @@ class _Work:
 
 
 def _rows_at(span: Span, positions: np.ndarray) -> np.ndarray:
-    """Copies some rows, with others after them to fill a program."""
+    """Copies some rows into an array of the size of a program; the rest of it has no meaning."""
     data, first, rows = span
     words = row_words(np.asarray(data)[first : first + rows])
     copy = aligned_empty((_AGAIN_ROWS, words.shape[1]), words.dtype)
@@ -201,7 +201,7 @@ def _chunk_rows(data: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
 
 
 def _size(count: int, step: int) -> int:
-    """Number of rows of the program that hashes a chunk: few sizes, none far larger than it."""
+    """Number of rows of the program that hashes a chunk: few sizes, each 8 times the one before."""
     size = SMALL_ROWS
     while size < count:
         size *= 8
@@ -209,7 +209,7 @@ def _size(count: int, step: int) -> int:
 
 
 def _front(found: jax.Array, count: int) -> np.ndarray:
-    """Returns the first result, without keeping the others."""
+    """Returns the first `count` results, without keeping the others."""
     whole = np.asarray(found)
     return whole if len(whole) == count else whole[:count].copy()
 
@@ -217,7 +217,7 @@ def _front(found: jax.Array, count: int) -> np.ndarray:
 def chunk_programs(
     kinds: Sequence[tuple[tuple[int, ...], np.dtype]], rows: int, tagged: bool
 ) -> Iterator[Program]:
-    """Programs that hash so many rows of leaves with these row shapes and dtypes."""
+    """Yields the programs that hash `rows` rows of leaves with these row shapes and dtypes."""
     step = _chunk_rows([jax.ShapeDtypeStruct((1, *s), dtype) for s, dtype in kinds])
     # The first chunk and the last.
     for count in (min(step, rows), rows % step or step):

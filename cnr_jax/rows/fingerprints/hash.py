@@ -55,8 +55,8 @@ def hash_with_tags(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `hash_rows` and a tag of each row in each leaf, uint8[rows, leaves].
 
-    Where the hashes of a row differ, the tags tell in which leaves: that of a changed leaf is
-    the same with probability 2^-8.
+    Where the hashes of a row differ, the tags tell in which leaves. The tag of a changed leaf
+    stays the same with probability 2^-8.
 
     Example:
         >>> table, slot = jnp.ones((3, 2)), jnp.array([1, 2, 2])
@@ -80,10 +80,10 @@ def hash_on_host(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns hashes of rows in host memory, and tags if `tagged`; not waited for.
 
-    Hashes are uint64[rows], to be read by `np.asarray`, as `jax.numpy` may have no arithmetic
-    of 64 bits here; they do not compare with those of `hash_rows`. One program serves all
-    leaves of the same bytes a row and as many rows. Rows that start at multiples of 64 bytes
-    are not copied, so they must not change before the result is there.
+    Hashes are uint64[rows]. Read them by `np.asarray`, as `jax.numpy` may have no arithmetic
+    of 64 bits here. They do not compare with those of `hash_rows`. One program serves all
+    leaves with the same bytes a row and the same number of rows. Rows that start at multiples
+    of 64 bytes are not copied, so they must not change before the result is there.
 
     Args:
         leaves: arrays [rows, ...] as in `hash_rows`.
@@ -99,10 +99,10 @@ def hash_on_host(
         array([False,  True, False])
     """
     _check(leaves, seed)
-    # For what is inside only: what goes in and comes out has the dtypes it has without.
+    # It acts on the code inside only: what goes in and comes out keeps its dtype.
     with jax.enable_x64(True):
-        # Not put on a device first, which takes longer than to hash a small table: they
-        # follow the seed.
+        # Views follow the seed to its device. To put them there first would take longer than
+        # to hash a small table.
         views = tuple(row_words(leaf) for leaf in leaves)
         return _hash_views(views, seed, tagged=tagged)
 
@@ -112,7 +112,7 @@ def differ_on_host(
 ) -> jax.Array:
     """Returns whether the hashes of rows differ from `before`, bool[rows]; not waited for.
 
-    Hashes themselves are not written: a third less time for rows of 32 bytes.
+    The hashes themselves are not written, which saves a third of the time for rows of 32 bytes.
 
     Args:
         leaves: as in `hash_on_host`.
@@ -183,7 +183,7 @@ def _differ_views(
 def _words_of(views: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns views of rows as words of 64 bits."""
     words = [view.astype(jnp.uint64) for view in views]
-    # Views that do not fill words of 64 bits are taken as halves of such.
+    # Narrower words are joined in pairs.
     return [
         w if view.dtype == jnp.uint64 else _paired(w, np.uint64(32))
         for w, view in zip(words, views, strict=True)
@@ -200,9 +200,9 @@ def _words(leaf: jax.Array) -> jax.Array:
 
 
 def _paired(bits: jax.Array, shift: np.unsignedinteger) -> jax.Array:
-    """Returns words made of two elements each, whose lower halves alone are in use."""
-    # Halves of the last axis, not neighbours, which would move every element on a device. An
-    # odd one in the middle is in both halves.
+    """Returns words made of two elements each; only the lower half of an element is in use."""
+    # Halves of the last axis are joined, since joining neighbours would move every element on a
+    # device. If their number is odd, the one in the middle is in both halves.
     count = bits.shape[-1]
     half = (count + 1) // 2
     return bits[..., :half] | bits[..., count - half :] << shift

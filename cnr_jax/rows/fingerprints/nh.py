@@ -5,24 +5,24 @@ high(x) for the halves of a word, and all mod 2^2w,
 
     S = sum over the words of all leaves of low(X + K) * high(X + K)
 
-where K, of 2w bits, is drawn per word and sum. There are four sums of words of 32 bits, two of
-words of 64 bits; either way each lane is made of 64 bits of sums, with halves L and H:
+where K, of 2w bits, is drawn for each word and sum. There are four sums of words of 32 bits, or
+two of words of 64 bits. Either way each lane is made of 64 bits of sums, with halves L and H:
 
     lane = high((L + A) * (H + B) + C)        mod 2^64
 
-with A, B and C, of 64 bits, drawn for each lane: the sum is NH, what follows is
-pair-multiply-shift. Rows of more than `_WIDE` words are cut into blocks; the hash of a
+with A, B and C, of 64 bits, drawn for each lane. The sum is NH, and what follows is
+pair-multiply-shift. Rows of more than `_WIDE` words are cut into blocks. The hash of a
 block, under keys that blocks share, takes the place of its words.
 
-Bound. Over random keys a lane misses a change with probability 2^-31 at most, both with
-2^-62 (2^-61 where blocks are cut), whatever the rows are. For let a word have changed. If its
-low half has, then for every low half of K one high half of K at most gives the sum the same
-value again, by the lemma of NH; if only its high half has, then for every high half of K one
-low half at most. So a sum is the same with 2^-w at most, those of a lane with 2^-32, and so
-are lanes of unlike sums. Keys are drawn by Threefry from a seed, which must not depend on the
-values.
+Bound. Over random keys a lane misses a change with probability 2^-31 at most, and both lanes
+with 2^-62 (2^-61 where blocks are cut), whatever the rows are. Proof: let a word have changed.
+If its low half has, then for each low half of K at most one high half of K gives the sum the
+same value again, by the lemma of NH. If only its high half has, then for each high half of K
+at most one low half does. So a sum stays the same with 2^-w at most, and all sums of a lane
+with 2^-32. If they differ, the lane stays the same with 2^-32 at most. Keys are drawn by
+Threefry from a seed, which must not depend on the values.
 
-Words of 32 bits need no arithmetic of 64 bits, which not all devices have; those of 64 bits
+Words of 32 bits need no arithmetic of 64 bits, which not all devices have. Words of 64 bits
 are two to three times faster on CPU.
 
 Sources: Black et al., UMAC: fast and secure message authentication (CRYPTO '99); Thorup,
@@ -42,10 +42,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# In words: rows up to the first are hashed at once, others in blocks.
+# In words: rows up to `_WIDE` are hashed at once, others in blocks.
 _WIDE = 4096
 _BLOCK = 1024
-# On CPU, sums over as many words are fused with all that is done with them.
+# On CPU, sums over up to this many words are fused with all that is done with them.
 _NARROW = 16
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _16 = np.uint32(16)
@@ -57,7 +57,7 @@ def hash_words(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns hashes, and tags uint8[rows, leaves] if `tagged`.
 
-    Hashes are uint32[rows, 2], of words of 64 bits uint64[rows] with the first lane low.
+    Hashes are uint32[rows, 2]; for words of 64 bits uint64[rows], with the first lane low.
 
     Args:
         leaves: words [rows, ...] of one dtype, uint32 or uint64.
@@ -78,7 +78,7 @@ def hash_words(
 
 
 def _shorten(words: jax.Array, seed: jax.Array) -> jax.Array:
-    """Returns `words` [rows, ...], of too many a row the hashes of its blocks."""
+    """Returns `words` [rows, ...]; if a row has too many, the hashes of its blocks."""
     rows, *shape = words.shape
     size = math.prod(shape)
     if size <= _WIDE:
@@ -111,7 +111,7 @@ def _sums(
             for i in range(keys.shape[0])
         )
     products = [_product(words, keys[i]) for i in range(keys.shape[0])]
-    # One reduction of several operands: as many reductions would read the table as often.
+    # One reduction of several operands: a reduction for each would read the table each time.
     return tuple(
         lax.reduce(
             products,
@@ -139,7 +139,7 @@ def _lanes(sums: Sequence[jax.Array], keys: jax.Array) -> list[jax.Array]:
 
 
 def _fold(sums: jax.Array, keys: jax.Array) -> jax.Array:
-    """The lane of sums uint64[rows], with A, B and C at the front of `keys`."""
+    """Returns the lane of sums uint64[rows], with A, B and C at the front of `keys`."""
     low = sums & np.uint64(0xFFFFFFFF)
     product = (low + keys[0]) * ((sums >> np.uint64(32)) + keys[1]) + keys[2]
     return (product >> np.uint64(32)).astype(jnp.uint32)
@@ -174,7 +174,7 @@ def _keys(
     """Returns keys of all sums for each shape, [sums, *shape]: 128 bits for each element."""
     count = 2 * sum(math.prod(shape) for shape in shapes)
     drawn = _threefry(seed, np.uint32(stream), lax.iota(jnp.uint32, count))
-    # Joined, and behind barriers, XLA computes keys once: it would draw them for each row.
+    # Joined and behind barriers, so that XLA draws keys once, and not again for each row.
     joined = lax.optimization_barrier(jnp.concatenate(drawn))
     if dtype == jnp.uint64:
         joined = _joined(joined[count:], joined[:count])
@@ -190,8 +190,8 @@ def _threefry(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the two words that Threefry-2x32-20 makes of each counter (high, low).
 
-    Spelled out without a loop, as what `jax.random` does on CPU compiles for twice as long
-    as all of this, which counts where tables have a thousand shapes.
+    Spelled out without a loop: on CPU the code of `jax.random` takes twice as long to compile
+    as all of this, which counts if tables have a thousand shapes.
     """
     keys = (key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
     x = jnp.broadcast_to(high + keys[0], low.shape)
@@ -207,7 +207,7 @@ def _threefry(
 
 def _columns(columns: Sequence[jax.Array]) -> jax.Array:
     """Returns arrays [rows] as the columns of one."""
-    # Selects, as XLA's CPU code for `stack` branches in the innermost loop.
+    # By selects, as XLA's CPU code for `stack` branches in the innermost loop.
     index = lax.broadcasted_iota(jnp.int32, (1, len(columns)), 1)
     joined = columns[0][:, None]
     for number, column in enumerate(columns[1:], 1):
@@ -216,6 +216,6 @@ def _columns(columns: Sequence[jax.Array]) -> jax.Array:
 
 
 def _joined(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns words of 64 bits of their halves."""
+    """Returns words of 64 bits, joined from their halves."""
     low, high = (lax.convert_element_type(x, jnp.uint64) for x in (low, high))
     return low | high << np.uint64(32)

@@ -1,12 +1,12 @@
-"""Rotating look at rows: a part of them, remembered by hashes, that a save can afford to read.
+"""Rotating look at rows: reads as many as a save can afford, and compares them by their hashes.
 
 The rows of each group of tiles are cut into blocks of consecutive rows. Each look reads two
-windows of a few blocks: the one that the look before has read last, and the next one. Both are
-compared with the hashes that are kept of them, and these are replaced. So every row is read twice
-in a round, once a look after the time before and once a round after it. The first finds rows that
-keep moving, whenever they were recorded; the second finds rows that moved once. The blocks of a
-window lie far apart, as rows that belong together often lie together. Groups whose rows fit into
-their share of the limit are read whole, by every look.
+windows of a few blocks: the newer window of the look before, and the next one. It compares both
+with the hashes that are kept of them, and replaces these. So in a round two looks in a row read
+each row. The first compares it with its hash of a round ago, and finds rows that moved once. The
+second compares it with its hash of the look before, and finds rows that keep moving, whenever they
+were recorded. The blocks of a window lie far apart, as rows that belong together often lie
+together. Groups that fit into their share of the limit are read whole, by every look.
 
 The cost of a look follows from the limit alone. Rows are copied before they are hashed, as the
 next train step may be given their memory.
@@ -46,13 +46,13 @@ from cnr_jax.rows.tiling import (
     host_device,
 )
 
-# Bytes of rows that are hashed at once, and what their number is a multiple of: programs are few.
+# Bytes of rows that are hashed at once, and a divisor of the number of rows: so programs are few.
 _CHUNK_BYTES = 16 << 20
 _CHUNK_ROWS = 64
-# Stamps that are gathered at once on a device, of rows that differ.
+# Stamps of differing rows that are gathered at once on a device.
 _STAMPS = 8192
-# Of a hash, half is kept: a change is missed with a probability of 2^-31, which is nothing
-# beside that of not looking at its row.
+# Half of a hash is kept. It misses a change with probability 2^-31, which is nothing beside the
+# probability that the row is not read.
 _KEPT = np.uint64(0xFFFFFFFF)
 
 
@@ -82,7 +82,7 @@ class Glimpse:
 class Rotation:
     """Remembers a rotating part of the rows of this process.
 
-    Looking changes nothing. A look counts from `keep` on, so a save that is refused in between
+    Looking changes nothing. Only `keep` makes a look count, so a save that is refused in between
     leaves no trace.
 
     Args:
@@ -109,7 +109,7 @@ class Rotation:
         self._seed, self._start = _draw()
         self._tiling: Tiling | None = None
         self._rings: tuple[Ring, ...] = ()
-        # Fresh memory can take longer than the rows.
+        # Kept, as fresh memory can take longer than copying the rows.
         self._buffers: dict[tuple[Words, int], list[np.ndarray]] = {}
 
     def look(self, shards: Shards, *, anew: bool = False) -> Glimpse:
@@ -200,7 +200,7 @@ class Rotation:
         tags = np.empty((rows, len(words)), np.uint8)
         buffers = self._buffers.get((words, size))
         if buffers is None:
-            # Written to, so that what follows the last row is not whatever memory held.
+            # Zeros, so that what follows the last row is not whatever memory held.
             buffers = self._buffers[words, size] = _zeros(words, size)
         filled = done = 0
         for sources in wanted:
@@ -228,7 +228,7 @@ _Source = tuple[np.ndarray, np.ndarray]
 def _sources(
     shards: Shards, ring: Ring, blocks: np.ndarray
 ) -> Iterable[Sequence[_Source]]:
-    """Sources of the leaves of each group of a ring; devices begin to gather at once."""
+    """Finds the sources of the leaves of each group of a ring; devices begin to gather at once."""
     tiling, words = shards.tiling, shards.words
     rows, size = ring.window.rows_in(blocks), ring.window.read_rows
     numbers = [tiling.numbers[group] for group in ring.groups]
@@ -250,7 +250,7 @@ def _sources(
 
 
 def _gathered(data: jax.Array, rows: np.ndarray, size: int) -> jax.Array:
-    """Rows of a shard, with others after them to fill a program; on their device."""
+    """Gathers rows of a shard on their device; other rows after them fill the program up."""
     device = data.device
     assert isinstance(device, jax.Device)
     index = np.zeros(size, np.int32)
@@ -293,7 +293,7 @@ def _draw() -> tuple[np.ndarray, int]:
 
 
 def _program_rows(words: Words, rows: int) -> int:
-    """Number of rows hashed at once, if a look reads at most so many of these words."""
+    """Number of rows hashed at once, if a look reads at most `rows` rows of these words."""
     row_bytes = sum(count * np.dtype(dtype).itemsize for count, dtype in words)
     most = max(_CHUNK_ROWS, _CHUNK_BYTES // max(1, row_bytes))
     return min(-(-rows // _CHUNK_ROWS), most // _CHUNK_ROWS) * _CHUNK_ROWS
@@ -314,7 +314,7 @@ def _hash_zeros(words: Words, rows: int) -> None:
 
 
 def programs(tiles: Iterable[OwnTile], limit_bytes: int, way: Way) -> Iterator[Program]:
-    """Programs that a look at rows of these tiles needs, of leaves with known shardings."""
+    """Yields the programs that a look at these tiles needs; their leaves have known shardings."""
     groups = group_tiles(tiles)
     windows = windows_of(groups, limit_bytes)
     read: Counter[Words] = Counter()

@@ -1,6 +1,6 @@
 """Hashing the rows of tiles where they lie: on their device, or in host memory by chunks.
 
-On accelerators one program hashes a whole shard.
+On an accelerator one program hashes all rows of a group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def hash_tiles(
     before: Hashes | None,
     tagged: bool,
 ) -> Hashed:
-    """Hashes the rows that tiles of one group make up.
+    """Hashes rows, each of them made up of a row of every tile of a group.
 
     Args:
         spans: the rows of each tile, all of one group.
@@ -87,7 +87,7 @@ def _device_program(
 
 
 def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
-    """Returns the hashes and tags to remember of `hashed`: those of all rows.
+    """Returns the hashes and tags of all rows, to be remembered.
 
     Args:
         hashed: result of `hash_tiles`.
@@ -108,7 +108,7 @@ def settled(hashed: Hashed, before: Hashes | None) -> Hashed:
 def _renewed(old: np.ndarray, new: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Replaces some rows of `old`, in place if that is possible."""
     if not old.flags.writeable:
-        # What may be changed, and a program need not copy again.
+        # A copy that may be changed, and that a program need not copy again.
         copy = aligned_empty(old.shape, old.dtype)
         copy[...] = old
         old = copy
@@ -142,7 +142,7 @@ def _bits_program(rows: int, device: jax.Device) -> Callable[..., jax.Array]:
 def programs(
     groups: Iterable[Sequence[OwnTile]], way: Way, tagged: bool
 ) -> Iterator[Program]:
-    """Programs that hash tiles like these, of leaves with known shardings."""
+    """Yields the programs that hash tiles like these; their leaves have known shardings."""
     for tiles in groups:
         device = tiles[0].piece.device
         shapes: list[tuple[int, ...]] = []
@@ -151,7 +151,8 @@ def programs(
             shapes.append(tile.leaf.sharding.shard_shape(tile.leaf.shape))
         rows = tiles[0].rows[1] - tiles[0].rows[0]
         if way(device, bytes_in(tiles)) == "device":
-            # Shards are all alike and in order: where a tile starts in its own is what is left.
+            # Shards are of one size and in order: the remainder is the row of its shard at which
+            # a tile starts.
             spans = tuple(
                 (shape, tile.leaf.dtype, tile.rows[0] % shape[0], rows)
                 for tile, shape in zip(tiles, shapes, strict=True)

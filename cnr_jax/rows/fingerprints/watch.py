@@ -1,11 +1,11 @@
-"""Watch of all rows by fingerprints: finds those that differ since the save before.
+"""Watch of all rows by fingerprints: finds those that changed since the save before.
 
-The tiles of one table that one device saves of the same rows are hashed together, where they
-lie: nothing is communicated, and a row that is split by columns over devices has a hash on
-each. Hashes stay with the rows, the stamps made from them are kept on the host.
+Tiles of one table with the same rows on the same device are hashed together, where they lie.
+Nothing is communicated: a row that is split by columns over devices has a hash on each. Hashes
+stay with the rows. The stamps that are made from them are kept on the host.
 
-To remember: looking changes nothing. A look counts from `keep` on, so a save that is refused in
-between leaves no trace.
+To remember: looking changes nothing. Only `keep` makes a look count, so a save that is refused
+in between leaves no trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cnr_jax.rows.tiling import Group, OwnTile, Rows, Where, boxes_in, bytes_in
 
 
 class Seen(NamedTuple):
-    """The rows of one group as they were; hashes of other tiles do not compare."""
+    """Rows of one group as they were seen; hashes compare only with those of the same tiles."""
 
     tiles: tuple[OwnTile, ...]
     where: Where
@@ -48,7 +48,7 @@ class Differing:
         rows: positions of these rows within their groups, sorted in each.
         since: clock of the look with which each of them was compared.
         leaves: function of indices into `rows` that returns the leaves in which these differ,
-            bool[rows, leaves]. It goes by 8 bits, so one row in 256 is missed for its leaf.
+            bool[rows, leaves]. It compares 8 bits, so one change of a leaf in 256 is missed.
         compared: number of rows of each group that were compared.
     """
 
@@ -96,8 +96,8 @@ class Look:
 
     Attributes:
         seen: rows as they were seen, by group.
-        changed: sorted positions of the rows that differ from what was kept, by group. Groups of
-            which nothing was kept, or other tiles, are missing.
+        changed: sorted positions of the rows that differ from what was kept, by group. A group is
+            missing if nothing was kept of it, or other tiles.
     """
 
     seen: Mapping[Group, Seen]
@@ -133,7 +133,7 @@ class RowWatch:
         self._tagged = tagged
         self._seed = _draw_seed()
         self._seen: Mapping[Group, Seen] = {}
-        # Columns of a row may lie on several devices; its stamp is one.
+        # By rows: the columns of a row may lie on several devices, but it has one stamp.
         self._stamps: dict[Rows, np.ndarray] = {}
 
     def look(self, shards: Shards) -> Look:
@@ -256,9 +256,9 @@ class RowWatch:
 
 
 def _draw_seed() -> np.ndarray:
-    """Draws a seed of this process alone, as hashes are compared here alone.
+    """Draws a seed for this process alone, as no other process compares its hashes.
 
-    Not known beforehand, so that no data can be made to collide.
+    Nobody knows it beforehand, so nobody can make data that collides.
     """
     return np.frombuffer(secrets.token_bytes(8), np.uint32)
 

@@ -1,4 +1,4 @@
-"""Windows of a rotating look: the blocks of rows that it reads, and the hashes kept of all.
+"""Windows of a rotating look: the blocks of rows that it reads, and the kept hashes of all rows.
 
 Everything here is arithmetic of numpy on positions and hashes; see rotation.py for how rows are
 read, and for why two windows are read at a time.
@@ -20,10 +20,10 @@ from cnr_jax.rows.fingerprints.watch import Differing
 from cnr_jax.rows.shards import row_words
 from cnr_jax.rows.tiling import Group, OwnTile, bytes_in
 
-# Blocks of a window, and bytes below which a block is not cut: a page of memory.
+# Blocks of a window, about, and the bytes that a block has at least: a page of memory.
 _BLOCKS = 8
 _BLOCK_BYTES = 4096
-# The only block of a group that is read whole.
+# A group that is read whole has one block.
 _WHOLE = np.zeros(1, np.int64)
 
 # For each leaf of a group, the words of a row and their dtype.
@@ -31,7 +31,7 @@ Words = tuple[tuple[int, str], ...]
 
 
 def words_of(tiles: Iterable[OwnTile]) -> Words:
-    """Number and dtype of the words as which a row of each tile is hashed."""
+    """Returns the number and dtype of the words that are hashed for a row of each tile."""
     found = []
     for tile in tiles:
         shape = [stop - start for start, stop in tile.piece.box[1:]]
@@ -42,12 +42,12 @@ def words_of(tiles: Iterable[OwnTile]) -> Words:
 
 
 class Window(NamedTuple):
-    """Window of a group: the size of its blocks, and how many are read at once.
+    """Window of a group: how many blocks it has, and of which size.
 
     Attributes:
         rows: number of rows of the group.
         block: number of rows of a block. The last block overlaps the one before it, if it must.
-        blocks: number of blocks that are read at once.
+        blocks: number of blocks of a window; a look reads two windows.
     """
 
     rows: int
@@ -82,7 +82,7 @@ class Window(NamedTuple):
 
 @functools.cache
 def _stride(count: int) -> int:
-    """Chooses a step through so many blocks that meets each of them, neighbours far apart."""
+    """Chooses a step that visits each of `count` blocks once, and neighbours far apart in time."""
     step = max(1, round(count * 0.618))  # the golden ratio spreads visits best
     while math.gcd(step, count) > 1:
         step += 1
@@ -94,7 +94,7 @@ def windows_of(
 ) -> dict[Group, Window]:
     """Chooses the window of each group.
 
-    All groups of a device have the same share; what a small group leaves of it goes to the others.
+    All groups of a device have the same share. What a small group leaves of it goes to the others.
 
     Args:
         groups: groups of one process.
@@ -121,7 +121,7 @@ def windows_of(
 
 
 class Read(NamedTuple):
-    """Blocks of some groups: uint32[groups, blocks, rows], uint8[..., leaves]."""
+    """Blocks that were read: hashes uint32[groups, blocks, rows], tags uint8[..., leaves]."""
 
     blocks: np.ndarray
     hashes: np.ndarray
@@ -129,9 +129,9 @@ class Read(NamedTuple):
 
 
 class Ring:
-    """Hashes of the rows of groups with the same words that are cut alike.
+    """Hashes of the rows of groups that have the same words and the same window.
 
-    Tables of one shape are compared together, since most of a table's cost is time of Python.
+    Tables of one shape are compared together, since most of a table's cost is time in Python.
 
     Args:
         words: words of the groups.
@@ -155,10 +155,10 @@ class Ring:
             size = bytes_in(own) // (group.rows[1] - group.rows[0])
             self._row_bytes[group.device] += size
         shape = (len(groups), window.count, window.block)
-        # Memory that is not written to yet is none.
+        # Memory takes no room before it is written to.
         self._hashes = np.empty(shape, np.uint32)
         self._tags = np.empty((*shape, len(words)), np.uint8)
-        # At which the hashes of each block were taken; -1: not yet.
+        # Clock at which the hashes of each block were taken; -1: not yet.
         self._clocks = np.full(window.count, -1, np.int64)
 
     def due(self) -> np.ndarray:
@@ -175,7 +175,7 @@ class Ring:
         return {device: rows * size for device, size in self._row_bytes.items()}
 
     def differing(self, read: Read) -> Differing:
-        """Finds rows that differ from what is kept."""
+        """Finds the rows that differ from what is kept of them."""
         known = self._clocks[read.blocks] >= 0
         compared = min(self.window.rows, int(known.sum()) * self.window.block)
         differ = self._hashes[:, read.blocks] != read.hashes
@@ -213,7 +213,7 @@ class Ring:
 def rings_of(
     groups: Mapping[Group, Sequence[OwnTile]], limit_bytes: int, start: int
 ) -> tuple[Ring, ...]:
-    """Makes empty rings for all groups at once: how much is read of one depends on the others."""
+    """Makes empty rings for all groups at once: how much of one is read depends on the others."""
     windows = windows_of(groups, limit_bytes)
     alike: dict[tuple[Words, Window], dict[Group, Sequence[OwnTile]]] = {}
     for group, own in groups.items():
