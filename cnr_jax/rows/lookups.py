@@ -1,8 +1,8 @@
 """Row ids as users have them: bags, masks, ragged batches, several features of a table.
 
-Everything here turns such ids into stored rows of one table, with the wrapping and clamping that
-JAX indexing does, and rejects what cannot be ids while the train step is traced. `cnr_jax.optim`
-reads ids by the same functions: a row that it changes must be one that `record` stamps.
+Everything here turns such ids into stored rows of one table, wrapped and clamped as by JAX
+indexing. What cannot be ids is rejected while the train step is traced. `cnr_jax.optim` reads ids
+by the same functions: a row that it changes must be one that `record` stamps.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class StampedTable:
     Attributes:
         name: the table's name.
         padded_rows: rows of the stored array, and so the number of stamps.
-        lookup_rows: rows that ids wrap and clamp to: those of the stored array where
-            ids index it directly, the logical rows where a layout is in between.
-        layout: how logical row ids map to stored rows.
+        lookup_rows: number of rows by which ids wrap and clamp: the stored rows if ids
+            index them directly, the logical rows if a layout is in between.
+        layout: map from logical row ids to stored rows.
     """
 
     name: str
@@ -196,7 +196,7 @@ def as_array(
 
 
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether an array of this shape may stand for one of `target`."""
+    """Whether an array of this shape broadcasts to the shape `target`."""
     try:
         return np.broadcast_shapes(shape, target) == target
     except ValueError:
@@ -204,7 +204,7 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def replicated(array: jax.Array, columns: Sequence[Any] = ()) -> jax.Array:
-    """Returns an array of a batch on all devices, except for the axes of its last dimensions."""
+    """Returns an array replicated on all devices; `columns` are axes that split last dimensions."""
     # With explicit mesh axes, arrays of unlike shardings do not combine, and a scatter
     # of sharded ids is refused. Elsewhere the compiler gathers the ids by itself.
     where = explicit_sharding(array)
@@ -215,6 +215,6 @@ def replicated(array: jax.Array, columns: Sequence[Any] = ()) -> jax.Array:
 
 
 def explicit_sharding(array: jax.Array) -> NamedSharding | None:
-    """Returns the sharding in an array's type, if operations have to agree on it."""
+    """Returns the sharding in an array's type if its mesh has explicit axes; else None."""
     sharding: Any = jax.typeof(array).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None

@@ -1,7 +1,7 @@
-"""Rounding of rows as by a save and a restore, where they lie, and their errors.
+"""Rounding of rows as by a save and a restore, on their devices, and the errors of rows.
 
-A save does both halves far apart, and keeps what is between. Here nothing is kept: to see what a
-codec does to rows, without a checkpoint.
+Rows are encoded and decoded at once, and nothing is stored: to see what a codec does to rows,
+without a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SMALL_CHUNKS = 8
 
 
 class Off(NamedTuple):
-    """Errors of rows as sums that may be added: `||row - read|| / ||row||` of each.
+    """Errors of rows, `||row - read|| / ||row||` of each, as sums that may be added.
 
     Attributes:
         rows: number of rows compared; rows of zeros do not count.
@@ -68,7 +68,7 @@ class Rounded(NamedTuple):
     """Rows as they would be read, and their errors once they are computed.
 
     Attributes:
-        rows: rows like those that were given, and sharded like them.
+        rows: the rounded rows, with the shape, dtype and sharding of those that were given.
         found: fields of `Off`, float32[1, 4], for each part of rows that this process counts; not
             waited for.
     """
@@ -85,16 +85,16 @@ class Rounded(NamedTuple):
 
 @own_settings()
 def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounded:
-    """Rounds rows as a codec and a restore would.
+    """Rounds rows as a save with a codec, and then a restore, would.
 
     As in a save each device encodes the part of a row that it holds, in chunks, by programs that
-    all tables share. In runs of several processes all must call it.
+    all tables share. With several processes all must call it.
 
     Args:
         codec: any codec but `Raw`, for rows of this dtype.
         rows: float[rows, ...] in any sharding, which stay as they are.
         keys: function from a box to the keys of its rows, uint32[rows], by which codes are
-            dithered; None: they are the nearest.
+            dithered; None: elements take the nearest code.
 
     Example:
         >>> from cnr_jax.rows.codecs import make_codec
@@ -103,14 +103,14 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
         ([[0.0, 1.0, 3.0]], 1)
     """
     shape, shards = rows.sharding.shard_shape(rows.shape), rows.addressable_shards
-    if not shards:  # nor any device that programs below run on
+    if not shards:  # and so none of the devices that the programs below run on
         return Rounded(rows, ())
-    # The shards one below the other: one program for all devices, whatever the sharding.
+    # Shards are stacked one below the other: one program for all devices, whatever the sharding.
     devices = sorted(rows.sharding.device_set, key=lambda device: device.id)
     below = NamedSharding(Mesh(np.array(devices), ("device",)), P("device"))
 
     def stacked(parts: list[Any]) -> jax.Array:
-        # Shards may be in another memory than that of what programs take and return.
+        # Shards may be in another kind of memory than arguments and results of programs.
         places = [SingleDeviceSharding(each.device) for each in shards]
         whole = (len(devices) * shape[0], *parts[0].shape[1:])
         placed = list(map(jax.device_put, parts, places))
@@ -140,33 +140,33 @@ def rounded(codec: Codec, rows: jax.Array, keys: KeysOf | None = None) -> Rounde
 def _in_chunks(
     codec: Codec, below: NamedSharding, size: int, given: list[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Rounds rows of all devices by chunks, with the errors of each chunk.
+    """Rounds the rows of all devices chunk by chunk; also returns the errors of each chunk.
 
     Args:
         codec: codec of the rows.
-        below: partition by which arrays are split over the devices.
+        below: sharding that splits arrays over the devices.
         size: number of rows of a chunk.
         given: the rows, and their keys if codes are dithered.
     """
     out, offs = given[0], list[jax.Array]()
     count = out.shape[0] // below.mesh.size
     for begin in range(0, count, size):
-        # The last chunk begins among the rows of the one before: these come out the same.
+        # The last chunk overlaps the one before; rows in both come out the same.
         start = max(0, min(begin, count - size))
         chunk = [_taken(below, size, each, np.int32(start)) for each in given]
         fresh = np.array([begin - start, count - start], np.int32)
         read, off = _there_and_back(codec, below, fresh, *chunk)
-        if offs:  # else what is queued would hold all rows once more
+        if offs:  # else queued chunks would hold all rows once more
             offs[-1].block_until_ready()
         offs.append(off)
-        # The first makes another array, into which the others are put.
+        # The first call makes another array, into which the later ones write.
         put = _put if begin else _put_first
         out = put(below, out, read, np.int32(start))
     return out, offs
 
 
 def off_on_host(codec: Codec, rows: np.ndarray) -> Off:
-    """Errors of rows in the memory of the host, `[rows, ...]`.
+    """Returns the errors of rows in host memory, `[rows, ...]`.
 
     Example:
         >>> from cnr_jax.rows.codecs import make_codec
@@ -179,7 +179,7 @@ def off_on_host(codec: Codec, rows: np.ndarray) -> Off:
 def _on_each(
     work: Callable[..., Any], below: NamedSharding, wholes: int = 0
 ) -> Callable[..., Any]:
-    """Maps a function over devices, each with its part; the last arguments are whole."""
+    """Maps a function over devices: each gets its part of arrays, but the last `wholes` whole."""
 
     def mapped(*given: Any) -> Any:
         specs = (below.spec,) * (len(given) - wholes) + (P(),) * wholes
@@ -199,7 +199,7 @@ def _on_each(
 def _taken(
     below: NamedSharding, size: int, data: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """Rows of each device, `[size, width]`; zeros if there are not so many."""
+    """Takes `size` rows of each device from `start` on, `[size, width]`; zeros fill them up."""
 
     def take(data: jax.Array, start: jax.Array) -> jax.Array:
         rows = data.reshape(data.shape[0], -1)
@@ -213,7 +213,7 @@ def _taken(
 def _in_place(
     below: NamedSharding, out: jax.Array, read: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """Writes rows of each device, from `start` on, as they were read."""
+    """Writes rounded rows of each device into `out`, from `start` on."""
 
     def put(out: jax.Array, read: jax.Array, start: jax.Array) -> jax.Array:
         rows = read[: out.shape[0]].reshape(-1, *out.shape[1:])
@@ -251,14 +251,14 @@ def _there_and_back(
 def _off(
     given: jax.Array, read: jax.Array, escaped: jax.Array, counted: jax.Array
 ) -> jax.Array:
-    """The fields of `Off`, float32[4], over the rows that are counted."""
+    """Returns the fields of `Off`, float32[4], over the rows that are `counted`."""
     given, read = given.astype(jnp.float32), read.astype(jnp.float32)
     most = jnp.abs(given).max(axis=1)
-    # A float may not hold squares of what it holds.
+    # Unscaled, squares may overflow.
     scale = jnp.where(most > 0, most, 1.0)[:, None]
     norm = jnp.linalg.norm(given / scale, axis=1)
     error = jnp.linalg.norm((read - given) / scale, axis=1) / norm
-    # Escaped rows are exact, those with NaN and infinities too.
+    # Escaped rows come back exactly, also those with NaNs and infinities.
     compared = counted & (escaped | (most > 0))
     error = jnp.where(compared & ~escaped, error, 0.0)
     numbers = compared.sum(), error.sum(), error.max(), (counted & escaped).sum()

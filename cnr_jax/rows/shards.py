@@ -31,8 +31,8 @@ from cnr_jax.rows.tiling import (
 )
 from cnr_jax.state.table import Tables
 
-# Of ranges of as many rows stamps are copied to be compared together: below, a call of numpy takes
-# longer than its work.
+# Stamps of ranges with up to this many rows are copied, to be compared together: for so few rows a
+# call of numpy takes longer than its work.
 _SMALL_RANGE = 1 << 14
 
 
@@ -48,7 +48,7 @@ def local_shards_of(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> Mapping[jax.Device, tuple[int, Box]]:
     """Number and box of the shard on each device of this process, in jax's order of shards."""
-    # As jax itself goes through them where it reads a whole array.
+    # In this order jax itself reads the shards of a whole array.
     indices = sharding.addressable_devices_indices_map(shape)
     return {
         device: (number, box_of(index or (), shape))
@@ -90,21 +90,21 @@ def local_shards(array: jax.Array) -> Sequence[jax.Array]:
 def _ways_to_shards(
     sharding: Sharding,
 ) -> Callable[[jax.Array], Sequence[jax.Array]]:
-    """Quickest access to the shards of arrays with some shardings."""
+    """Makes a function that finds the shards of arrays with this sharding in the quickest way."""
     count = len(sharding.addressable_devices)
     if len(sharding.device_set) == 1:
         return lambda array: (array,)
     if sharding.is_fully_replicated:
-        # Of which `addressable_data` gives the first one alone.
+        # `addressable_data` gives the first shard for every number.
         return lambda array: [shard.data for shard in array.addressable_shards]
     return lambda array: [array.addressable_data(number) for number in range(count)]
 
 
 class Tiling:
-    """Tiles of tables that are sharded in one way, and everything that follows from that alone.
+    """Tiles of tables for one set of shardings, and all facts that follow from these alone.
 
-    It is made once for each such way. A save of thousands of tiles looks these facts up by the
-    number of a tile, or of a range of rows. It holds no arrays.
+    It is made once for each set. A save of thousands of tiles looks these facts up by the number of
+    a tile, or of a range of rows. It holds no arrays.
 
     Args:
         tables: the tables of a state.
@@ -154,7 +154,7 @@ class Tiling:
             spot = spot_on(sharding, leaf.shape, device)
             leaves.setdefault((table, leaf.name), []).append(spot.shard)
             firsts.append(tile.rows[0] - spot.first)
-            # Of the shard, which may have fewer columns than the leaf.
+            # The shard may have fewer columns than the leaf.
             rows, *row = sharding.shard_shape(leaf.shape)
             size, word = _row_words(tuple(row), leaf.dtype)
             nbytes = size * leaf.dtype.itemsize
@@ -207,7 +207,7 @@ class Tiling:
         return tuple((t.table.name, t.leaf.name, t.piece) for t in self.tiles)
 
     def data_in(self, arrays: Arrays) -> list[jax.Array]:
-        """Shard of each tile, in arrays that are sharded in this way."""
+        """Shard of each tile, of arrays with these shardings."""
         found: list[jax.Array] = []
         for table, leaf, shards_of, numbers in self._leaves:
             found += map(shards_of(arrays[table][leaf]).__getitem__, numbers)
@@ -234,9 +234,9 @@ class Tiling:
                 continue
             memory: Any = shard
             try:
-                # What `row_words` makes of views, in half of the time.
+                # The same as `row_words` of a view, in half of the time.
                 found.append(np.frombuffer(memory, word).reshape(rows, count))
-            except (BufferError, ValueError):  # of a dtype that no buffers are told of
+            except (BufferError, ValueError):  # a dtype that buffers cannot have
                 found.append(row_words(np.asarray(shard)))
         return found
 
@@ -244,7 +244,7 @@ class Tiling:
 class Shards:
     """Shards of one state that its save reads, on this process.
 
-    They belong to the state, which may be donated after the save has begun, so nothing may keep
+    They belong to the state, and that may be donated after the save has begun, so nothing may keep
     them. They are looked up once, as jax makes the shards of an array anew each time.
 
     Args:
@@ -285,8 +285,8 @@ class Shards:
     def words(self) -> list[np.ndarray | None]:
         """Rows of each tile's shard in host memory, as `row_words`; None on a device.
 
-        Views where rows are in host memory already. A view that is alive when its buffer is
-        donated makes XLA copy the whole table instead of reusing it: see `release`.
+        They are views if rows are in host memory already. If a view is alive when its buffer is
+        donated, XLA copies the whole table instead of reusing the buffer: see `release`.
         """
         if self._words is None:
             self._words = self.tiling.words_in(self.data)

@@ -1,10 +1,10 @@
 """Tiles: the parts of leaves, the device that saves each, and the place where it is handled.
 
-Every element is saved once, and all processes decide alike by which device.
+Every element is saved once. All processes compute the same tiling from shardings alone, so nothing
+is communicated.
 
-A tile is a part of one shard whose rows lie within one shard of the stamps, because the rows
-of a tile are chosen by stamps that its process must hold. All processes compute the same tiling
-from shardings alone; nothing is communicated.
+A tile is a part of one shard. Its rows lie within one shard of the stamps, because they are chosen
+by stamps, and the process of the tile must hold these.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Box = tuple[tuple[int, int], ...]
 # Leaves, by table and leaf name.
 Arrays = Mapping[str, Mapping[str, jax.Array]]
 Where = Literal["host", "device"]
-# Where rows that lie on a device are handled, given the bytes of all there are.
+# Chooses where rows on a device are handled, given the bytes of all of them.
 Way = Callable[[jax.Device, int], Where]
-# A call that compiles something and keeps it: equal ones compile the same.
+# A function that compiles a program and keeps it, and its arguments; equal ones are one program.
 Program = tuple[Callable[..., object], tuple[Hashable, ...]]
 # Bytes of decoded rows in a chunk: large enough to hide the cost of a dispatch, small enough
 # to stay in cache while it is encoded. Measured on 2 CPU cores, 4 bits, dim 64: 0.67 GB/s in
@@ -37,8 +37,8 @@ Program = tuple[Callable[..., object], tuple[Hashable, ...]]
 CHUNK_BYTES = 2 << 20
 # Rows of the small chunk that holds the rest of a group, so that few touched rows cost little.
 SMALL_ROWS = 512
-# Shards up to this size are copied to the host whole: each shape and device would need programs
-# of its own, a tenth of a second each, which makes minutes of a thousand tables.
+# Shards up to this size are copied to the host whole. Otherwise each shape and device would need
+# programs of its own, which compile in a tenth of a second each: minutes for a thousand tables.
 SMALL_SHARD_BYTES = 1 << 20
 
 
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 
 
 def group_tiles(tiles: Iterable[OwnTile]) -> dict[Group, tuple[OwnTile, ...]]:
-    """Groups tiles, each group with its tiles in the order of leaves."""
+    """Groups tiles; within a group they keep their order."""
     found: dict[Group, tuple[OwnTile, ...]] = {}
     for tile in tiles:
         group = Group(tile.table.name, tile.piece.device, tile.rows)
@@ -203,10 +203,10 @@ def tile_leaf(
 def _choose(
     devices: tuple[jax.Device, ...], holders: tuple[jax.Device, ...]
 ) -> jax.Device | None:
-    """Chooses the device that saves a tile: one that holds its stamps too.
+    """Chooses the device that saves a tile: one that also holds the stamps of its rows.
 
-    So all devices share a replicated slot of a row-sharded table: each saves the rows whose stamps
-    it holds, and the first device does not save them all.
+    So the devices share the work for a replicated slot of a row-sharded table: each saves the rows
+    of its stamps, and the first device does not save them all.
     """
     both = [device for device in devices if device in holders]
     if both:
@@ -234,7 +234,7 @@ def chunk_rows(width: int, itemsize: int, limit_bytes: int | None = None) -> int
 
 
 def program_rows(count: int, large: int) -> int:
-    """Number of rows in the chunk, large or small, that holds `count` rows, at most `large`.
+    """Number of rows in the chunk for `count` rows, at most `large`: small if they fit, or large.
 
     Example:
         >>> program_rows(300, 8192), program_rows(600, 8192), program_rows(2, 4)
@@ -257,10 +257,10 @@ _C = TypeVar("_C", bound=Counted)
 
 
 def in_chunks(items: Iterable[_C], size: int) -> Iterator[list[tuple[_C, int, int]]]:
-    """Cuts the rows of items into blocks of `size`, the last of fewer.
+    """Cuts the rows of items into blocks of `size` rows; the last may have fewer.
 
     Yields:
-        The items that a block has rows of, each with start and stop of these.
+        For each block, the items with rows in it, each with start and stop of these rows.
     """
     block: list[tuple[_C, int, int]] = []
     room = size
@@ -283,10 +283,10 @@ def own_settings() -> Iterator[None]:
     """Suspends the mesh of `jax.set_mesh` and debugging settings; also a decorator.
 
     Programs of a save or a restore run on one device each, which jax refuses within a mesh of
-    several. They move rows, take them as they are, NaN or not, and cannot run without being
-    compiled. Settings that forbid this are meant for a train step, and do not hold here. Arrays
-    keep their own shardings. Settings are also part of the key under which jax keeps a compiled
-    program: one that was compiled in here is found again only in here, from any thread.
+    several. They transfer rows, accept NaNs, and cannot run uncompiled. Settings that forbid this
+    are meant for a train step, and do not hold here. Arrays keep their own shardings. Settings are
+    also part of the key under which jax keeps a compiled program: a program that was compiled in
+    here is found again only in here, from any thread.
     """
     with (
         # An empty mesh, as if none were set.
@@ -301,7 +301,7 @@ def own_settings() -> Iterator[None]:
 
 
 def settings_here() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Captures jax's settings of this thread that arrays depend on, for another thread."""
+    """Captures the settings of jax in this thread on which arrays depend, for another thread."""
     config: Any = jax.config
     x64, device = config.jax_enable_x64, config.jax_default_device
 
@@ -321,7 +321,7 @@ def compiled(
     """Compiles a function ahead of time, for arrays of these shapes and dtypes on one device.
 
     Calling a jitted function to warm it up would need arrays as large as a shard. jax does not
-    keep a program that is made so; each caller does, in a function under `functools.cache`.
+    keep a program that was compiled like this; each caller keeps it by `functools.cache`.
     """
     where = jax.sharding.SingleDeviceSharding(device)
     shapes = [jax.ShapeDtypeStruct(*each, sharding=where) for each in arrays]
@@ -332,9 +332,9 @@ def compiled(
 def ahead_of_time(program: Any, *arguments: Any) -> Callable[..., Any]:
     """Compiles a jitted function for arrays like these.
 
-    If one of them has elements of less than a byte, it is compiled only at its first call: such
-    arrays have another layout than programs that were compiled before, which refuse them (jax
-    0.10).
+    If an array has elements of less than a byte, the function is compiled only at its first call:
+    a program that is compiled ahead of time expects another layout of such arrays, and refuses
+    them (jax 0.10).
     """
     leaves = jax.tree.leaves(arguments)
     if any(jax.dtypes.itemsize_bits(leaf.dtype) < 8 for leaf in leaves):
@@ -348,7 +348,7 @@ def is_on_host(shard: jax.Array) -> bool:
 
 
 def host_device() -> jax.Device:
-    """Device that encodes rows which are staged on the host."""
+    """CPU device that encodes the rows that are staged on the host."""
     return jax.local_devices(backend="cpu")[0]
 
 
@@ -370,7 +370,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def placing(asked: str) -> Way:
-    """Function that chooses the place where rows of a shard are hashed, gathered and encoded.
+    """Makes the function that chooses where rows of a shard are hashed, gathered and encoded.
 
     Args:
         asked: `Options.staging`. `"auto"` means in the background on CPU; elsewhere it means at

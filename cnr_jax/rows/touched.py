@@ -4,8 +4,8 @@
 that were looked up. A checkpoint stores the clock at which it was taken. The rows of a delta are
 those with a stamp greater than the clock of its parent. Other modules select and gather these rows.
 
-To remember: a save clears nothing here, so a save that fails loses nothing. The lineage tells with
-the clocks of which checkpoints stamps can be compared.
+To remember: a save clears nothing here, so a save that fails loses nothing. Stamps compare only
+with the clocks of checkpoints that have the same lineage.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Touched:
     tables: tuple[StampedTable, ...]
 
     def __repr__(self) -> str:
-        """Names of the tables; stamps are as many as rows, and may be traced or on other hosts."""
+        """Tables and their rows, not stamps: these are many, and may be traced or elsewhere."""
         tables = (f"{t.name}: {t.padded_rows:,} rows" for t in self.tables)
         return f"<Touched {', '.join(tables)}>"
 
@@ -130,7 +130,7 @@ def seeded(
             leaves them uncommitted on the default device.
         stamps: by table, integer[padded_rows], no value above `clock`. Numpy arrays
             are copied; JAX arrays may be taken over, so do not use them afterwards.
-        clock: 0 to `CLOCK_LIMIT`, that of the restored checkpoint.
+        clock: clock of the restored checkpoint, 0 to `CLOCK_LIMIT`.
 
     Raises:
         TouchedError: if stamps are missing or of another shape, or the clock is out of
@@ -305,9 +305,9 @@ def clock_of(touched: Touched) -> int:
 
 def _stamp(stamps: jax.Array, rows: jax.Array, clock: jax.Array) -> jax.Array:
     """Returns `stamps` with `clock` at `rows`; rows out of range are dropped."""
-    # `set`, though the clock is the greatest stamp and `max` would give the same: for a
-    # combiner that commutes, XLA scatters each device's share of the ids into stamps
-    # of its own and then all-reduces the whole stamps (seen in the HLO of jax 0.10.2).
+    # `set`, not `max`, though the clock is the greatest stamp and both give the same: for an
+    # operation that commutes, XLA scatters each device's share of the ids into stamps of its
+    # own, and then all-reduces all stamps (seen in the HLO of jax 0.10.2).
     return stamps.at[rows].set(
         clock, mode="drop", out_sharding=explicit_sharding(stamps)
     )
@@ -323,7 +323,7 @@ def _check_is_touched(touched: Any, *, swapped: bool = False) -> None:
 
 
 def _check_arguments(touched: Any, ids: object) -> None:
-    """Checks that `record` is called with what was touched before, and ids by table."""
+    """Checks that `record` was given touched rows, and ids by table."""
     _check_is_touched(touched, swapped=isinstance(ids, Touched))
     if not isinstance(ids, Mapping):
         name = touched.tables[0].name if touched.tables else "table"
@@ -336,7 +336,7 @@ def _check_arguments(touched: Any, ids: object) -> None:
 def _beside(stamps: jax.Array, values: jax.Array) -> jax.Array:
     """Returns `values` on the devices of `stamps`, as tables may be on different devices.
 
-    Within `jax.jit` all devices are.
+    Within `jax.jit` all arrays are on the same devices, and nothing is moved.
     """
     if isinstance(stamps, Tracer) or isinstance(values, Tracer):
         return values
@@ -361,7 +361,7 @@ def _check_length(stamps: jax.Array, table: StampedTable) -> None:
 def _require_concrete(arrays: Iterable[Any], caller: str) -> None:
     for array in arrays:
         if not isinstance(array, jax.Array) or isinstance(array, Tracer):
-            # Traced, the lineage would be a constant that every call shares.
+            # Inside jit the lineage would be a constant that all calls share.
             raise TouchedError(
                 f"{caller} needs concrete arrays\n  got {type(array).__name__}\n"
                 "  hint: call it outside of jax.jit, on the state itself"
@@ -395,7 +395,7 @@ def _assemble(
     clock: int = 0,
 ) -> Touched:
     if stamps is None:
-        # Of no size: only the shards of this process are ever spelled out.
+        # Views of a single zero: only the shards of this process ever take memory.
         zero = np.zeros((), np.int32)
         stamps = {t.name: np.broadcast_to(zero, (t.padded_rows,)) for t in tables}
     placed = {name: _place(stamps[name], shardings[name]) for name in sorted(stamps)}
@@ -428,7 +428,7 @@ def _place(values: np.ndarray | jax.Array, sharding: Sharding | None) -> jax.Arr
         values.shape,
         sharding,
         lambda index: np.array(values[index], dtype),
-        # Which a process that holds nothing of it could not tell.
+        # A process that holds no shard could not infer it.
         dtype=dtype,
     )
 
