@@ -189,7 +189,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
         "chain": [reader.manifest.step for reader in chain],
         "leaves": {leaf.name: _metadata(leaf) for leaf in leaves},
     }
-    # Before anything is written, as what is damaged is to be known soon.
+    # Before anything is written, so that damage is known soon.
     if any(leaf.kind not in ("row", "text") for leaf in leaves):
         dense.check()
         check_integers(asked.format, leaves)
@@ -208,7 +208,8 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
             write_zarr(folder, leaves, about, written)
         else:
             write_safetensors(folder, leaves, about, written, asked.shard_bytes)
-        if asked.format != "zarr":  # its readers warn of what is no part of it
+        # Readers of zarr warn of files that are no part of the hierarchy.
+        if asked.format != "zarr":
             told = json.dumps({"format": asked.format, **about}, indent=1)
             (folder / METADATA).write_text(told, "utf-8")
     return Exported(
@@ -222,7 +223,7 @@ def _export(place: Place, target: Path, asked: _Asked) -> Exported:
 
 
 def _metadata(leaf: ExportedLeaf) -> dict[str, Any]:
-    """Metadata of a leaf, as the export has them."""
+    """Metadata of a leaf, as the export stores them."""
     shape = {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
     return {**({} if leaf.kind == "text" else shape), "kind": leaf.kind, **leaf.told}
 

@@ -1,6 +1,6 @@
 """Forms of an export: safetensors, zarr v3, a checkpoint of plain Orbax.
 
-Each makes the folder that it writes, and writes nothing outside it.
+Each writer makes the folder of the export, and writes nothing outside it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _ZARR = {
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
 }
 _ZARR |= {"float16", "float32", "float64", "complex64", "complex128"}
-# What tells of an export beside its leaves.
+# File that describes an export, beside its leaves.
 METADATA = "cnr_jax_export.json"
-# What names no folder of its own in a zarr hierarchy.
+# Names that no folder of a leaf can have in a zarr hierarchy.
 _NO_NODES = {"", ".", "..", "zarr.json"}
 # What Orbax, and an export to it, write beside the arrays.
 _BESIDE_ARRAYS = {
@@ -59,14 +59,14 @@ _BESIDE_ARRAYS = {
     "commit_success.txt",
     "manifest.ocdbt",
 }
-# What the name of a folder may have at most.
+# Bytes that the name of a folder has at most.
 _NAME_BYTES = 255
-# Where the header of a safetensors file tells of what is no tensor.
+# The key in the header of a safetensors file that names no tensor.
 _HEADER_KEY = "__metadata__"
 
 
 def in_form(form: str, leaves: Sequence[ExportedLeaf]) -> list[ExportedLeaf]:
-    """Converts leaves for a form: in zarr to dtypes of its specification, without rounding."""
+    """Converts leaves for a form, without rounding: for zarr to dtypes of its specification."""
     if form != "zarr":
         return list(leaves)
     return [
@@ -89,7 +89,7 @@ def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
     """Checks that a form can hold leaves, before anything is written.
 
     Raises:
-        OptionError: if not, with the leaves.
+        OptionError: if it cannot; the text names the leaves.
     """
     arrays = [leaf for leaf in leaves if leaf.kind != "text"]
     if form == "safetensors":
@@ -112,7 +112,7 @@ def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
             "  hint: choose the other leaves by leaves=, or another format",
             kind="not_held",
         )
-    # Also what tells of the leaves, texts among them, does so by their paths.
+    # The metadata names leaves by their paths too, texts among them.
     told = collections.Counter(leaf.name for leaf in leaves)
     names = collections.Counter(_name_in(form, leaf) for leaf in arrays)
     bad = [
@@ -131,10 +131,10 @@ def check_form(form: str, leaves: Sequence[ExportedLeaf]) -> None:
 
 
 def check_integers(form: str, leaves: Sequence[ExportedLeaf]) -> None:
-    """Checks that a form can hold Python's integers, which are read for it.
+    """Checks that a form can hold Python's integers, by reading them.
 
     Raises:
-        OptionError: if not, with the leaf.
+        OptionError: if it cannot; the text names the leaf.
     """
     for leaf in leaves:
         if form == "orbax" or leaf.kind != "scalar" or leaf.dtype.kind != "i":
@@ -174,10 +174,10 @@ def write_safetensors(
     written: Callable[[int], None],
     shard_bytes: int,
 ) -> None:
-    """Writes `model.safetensors`; past `shard_bytes` numbered files with an index.
+    """Writes `model.safetensors`, or past `shard_bytes` numbered files with an index.
 
-    A leaf is never divided. The library that reads them wants whole tensors in memory to write
-    them, so header and values are written here.
+    A leaf is never divided. The safetensors library writes only tensors that are whole in memory,
+    so header and values are written here.
     """
     arrays = [leaf for leaf in leaves if leaf.kind != "text"]
     directory.mkdir()
@@ -215,7 +215,7 @@ def _shards(
 
 
 def _header(leaves: Sequence[ExportedLeaf], about: Mapping[str, Any]) -> bytes:
-    """Header of a file and its length: the place of each tensor behind it."""
+    """Length and header of a file; the header says where each tensor lies behind it."""
     header: dict[str, Any] = {_HEADER_KEY: {"cnr_jax": json.dumps(about)}}
     start = 0
     for leaf in leaves:
@@ -266,10 +266,10 @@ def write_zarr(
 
 
 def _names_of_axes(leaves: Sequence[ExportedLeaf]) -> dict[str, list[str]]:
-    """Names for the axes of leaves, which xarray wants, such as `params_user_0`.
+    """Names for the axes of leaves, such as `params_user_0`, which xarray needs.
 
-    It takes axes of one name, in a group and in those above it, for one axis of one size, and a
-    leaf with the name of an axis for its coordinates. So no two names are alike.
+    To xarray, axes with one name, in a group and in those above it, are one axis of one size, and a
+    leaf with the name of an axis has its coordinates. So no two names are alike.
     """
     taken = {key for leaf in leaves for key in leaf.name.split("/")}
     found: dict[str, list[str]] = {}

@@ -23,9 +23,9 @@ from cnr_jax.repository.table_sizes import codec_text
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.state.table import few
 
-# Decoded bytes of a leaf that are held at a time, and of a chunk of what is written.
+# Decoded bytes of a leaf that are in memory at a time; also the bytes of a chunk that is written.
 BLOCK_BYTES = 8 << 20
-# Of Python's own numbers, by name; and of what is no number.
+# Dtypes in which Python's own numbers are exported, and leaves that are no numbers.
 _SCALARS = {"bool": "bool", "int": "int64", "float": "float64"}
 _WORDS = {"key": "uint32", "text": "uint8"}
 
@@ -37,14 +37,14 @@ class ExportedLeaf:
     Attributes:
         path: path in the state.
         kind: `"row"` for tables and slots, else as in the manifest: `"array"`, `"scalar"`,
-            `"key"`; a `"text"` is in the metadata alone, unless the form can store strings.
-        shape: shape of the values; for a table its rows without padding, for keys that of their
-            words.
+            `"key"` or `"text"`. A text is in the metadata alone, unless the form can store strings.
+        shape: shape of the values; a table has its rows without padding, keys have the axes of
+            their words too.
         dtype: dtype of the values.
         told: metadata of the leaf.
         value: the value itself, if it is not an array: a number, keys or a string.
-        cut: yields the values in blocks of so many entries of the first axis, and the rest in the
-            last one; an array without axes as it is.
+        cut: function that yields the values in blocks of a number of entries of the first axis; the
+            last block may have fewer. An array without axes comes as it is.
     """
 
     path: tuple[str, ...]
@@ -69,7 +69,7 @@ class ExportedLeaf:
 
     @property
     def block_rows(self) -> int:
-        """Entries of the first axis in a block of `BLOCK_BYTES`; one where that has more."""
+        """Entries of the first axis in a block of `BLOCK_BYTES`; one if a single one has more."""
         return max(
             1, BLOCK_BYTES // max(1, math.prod(self.shape[1:]) * self.dtype.itemsize)
         )
@@ -79,7 +79,7 @@ class ExportedLeaf:
         return self.cut(self.block_rows)
 
     def widened(self, dtype: np.dtype) -> ExportedLeaf:
-        """Copy of the leaf in a dtype that holds all values; its metadata name the old one."""
+        """Copy of the leaf in a dtype that holds all its values; its metadata name the old one."""
         return dataclasses.replace(
             self,
             dtype=dtype,
@@ -93,9 +93,10 @@ def leaves_of(
     tables: Sequence[str] | None,
     patterns: Sequence[str] | None,
 ) -> tuple[list[ExportedLeaf], TiledDense | OrbaxDense]:
-    """The leaves that were asked for, those of the largest elements first, and the dense part.
+    """Finds the leaves that were asked for, those with the largest elements first.
 
-    In this order, each leaf in a file of all of them begins at a multiple of its element size.
+    In a file that holds the leaves in this order, each begins at a multiple of its element size.
+    Also returns the dense part, which reads dense leaves.
 
     Args:
         chain: chain of the step, the full checkpoint first.
@@ -108,7 +109,7 @@ def leaves_of(
     """
     manifest = chain[-1].manifest
     dense = manifest.dense_leaves
-    # Of two leaves the paths may read alike, where a key has a slash in it.
+    # Paths of two leaves may read alike, if a key has a slash in it.
     paths: dict[str, list[tuple[str, ...]]] = {}
     for leaf in [*(x for t in manifest.tables for x in t.leaves), *dense]:
         paths.setdefault("/".join(leaf.path), []).append(leaf.path)
@@ -201,7 +202,7 @@ def _dense(leaf: DenseLeaf, part: TiledDense | OrbaxDense) -> ExportedLeaf:
 
     def cut(rows: int) -> Iterator[np.ndarray]:
         if leaf.kind == "array" and shape:
-            # As much of it as is asked for is read.
+            # Only the part that is asked for is read.
             for start in range(0, shape[0], rows):
                 stop = min(start + rows, shape[0])
                 box = ((start, stop), *((0, size) for size in shape[1:]))

@@ -98,7 +98,7 @@ def _free_bytes(folder: Path) -> int | None:
         if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
             return None
         raise
-    # Some that are served by a program say 0 of all.
+    # Some file systems that a program serves say 0 for everything.
     return usage.free if usage.total else None
 
 
@@ -118,7 +118,7 @@ def put_whole(target: Path) -> Iterator[Path]:
             folder = beside / "export"
             yield folder
             sync_tree(folder)
-            _check_free(target)  # by now
+            _check_free(target)  # something may have come there since
             os.rename(folder, target)
             try:
                 sync_directory(target.parent)
