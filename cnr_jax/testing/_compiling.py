@@ -20,9 +20,9 @@ _FLAGS = ("-shared", "-fPIC", "-O2", "-fvisibility=hidden", "-pthread")
 
 @functools.cache
 def compiled() -> Path:
-    """The fault library, built if this version of it has not been.
+    """Returns the path of the fault library, and builds it if this version is not there.
 
-    `CC` names another compiler than `cc`; `XDG_CACHE_HOME` another cache than `~/.cache`.
+    `CC` names another compiler than `cc`, and `XDG_CACHE_HOME` another cache than `~/.cache`.
 
     Raises:
         OptionError: if this is not Linux, or there is no C compiler, or it fails.
@@ -39,7 +39,7 @@ def compiled() -> Path:
 
 
 def _folders() -> list[Path]:
-    """Where the library may lie: the user's cache, else a folder of the user's in /tmp."""
+    """Folders for the library: the user's cache, and one of the user's among temporary files."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     private = Path(tempfile.gettempdir(), f"cnr_jax-{os.getuid()}")
     folders = [Path(cache, "cnr_jax"), private]

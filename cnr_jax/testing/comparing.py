@@ -1,4 +1,4 @@
-"""What a run has stored, held against its model."""
+"""Comparison of what a run has stored with its model."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class WrongError(errors.CnrError):
 
 
 def there_in(root: AnyPath) -> set[int]:
-    """The steps of a root that can be restored, of all its branches."""
+    """Returns the steps of a root that can be restored, of all its branches."""
     return {each.step for each in cnr.describe(root).steps if each.restorable}
 
 
 class Comparison:
-    """Looks at a root and at managers of it; raises `WrongError` where the model differs.
+    """Compares a root, and managers of it, with a model; raises `WrongError` where they differ.
 
-    Leaves the root as it was; a manager that restores goes on from there.
+    It leaves the root as it was. A manager that restores goes on from there.
 
     Args:
-        root: of the checkpoints.
-        setup: of the run.
-        model: what must be.
+        root: root of the checkpoints.
+        setup: setup of the run.
+        model: model of the run.
     """
 
     def __init__(self, root: AnyPath, setup: Setup, model: Model) -> None:
         self._root, self._setup, self._model = root, setup, model
 
     def listing(self, manager: cnr.CheckpointManager) -> None:
-        """The manager lists what the model does, the same as latest."""
+        """Checks that a manager lists the steps of the model, and has the same latest step."""
         listed, latest = set(manager.all_steps()), manager.latest_step()
         expected = self._model.branch(latest if latest in self._model.steps else None)
         # A manager need not list what its retention has dropped.
@@ -57,11 +57,11 @@ class Comparison:
             )
 
     def stored(self, root: AnyPath, steps: Mapping[int, Saved]) -> None:
-        """Every step restores bit for bit, with a manager that knows only what is stored.
+        """Checks that each step restores bit for bit, by a manager that knows only what is stored.
 
         Args:
-            root: that holds these steps, and no others.
-            steps: by number.
+            root: root that holds these steps, and no others.
+            steps: saves by the number of their step.
         """
         with self._setup.reader(root) as reader:
             if there_in(root) != set(steps):
@@ -83,7 +83,7 @@ class Comparison:
     def restored(
         self, manager: cnr.CheckpointManager, wanted: int | None, step: int
     ) -> Any:
-        """What a manager restores as `wanted`, which must be what was saved as `step`."""
+        """Lets a manager restore `wanted`, and checks that it is what was saved as `step`."""
         restored = self._restored(manager, wanted)
         self._expect(restored, self._model.steps[step].values, step)
         return restored
@@ -91,7 +91,7 @@ class Comparison:
     def damaged(
         self, file: damage.StoredFile, do: Callable[[Path], damage.Damage]
     ) -> bool:
-        """Damages a stored file, sees that no wrong value is restored, and undoes it.
+        """Damages a stored file, checks that no wrong value is restored, and undoes the damage.
 
         Returns:
             Whether a step could not be restored.
@@ -120,7 +120,7 @@ class Comparison:
         saved: Saved,
         file: damage.StoredFile,
     ) -> bool:
-        """Whether a step can be restored; it must if it does not rest on the file."""
+        """Whether a step can be restored; it must be, unless it rests on the file."""
         try:
             restored = self._restored(reader, step)
         except Exception as error:
@@ -136,7 +136,7 @@ class Comparison:
     def _falls_back(
         self, reader: cnr.CheckpointManager, file: damage.StoredFile
     ) -> None:
-        """`restore(None)` gives the newest step without the damage, or one still newer."""
+        """Checks that `restore(None)` gives the newest step without the damage, or a newer one."""
         ordered = list(reversed(self._model.ordered()))
         whole = [
             all(above.step != file.step for above in saved.chain()) for saved in ordered
@@ -169,7 +169,7 @@ class Comparison:
 
 
 def values_of(state: Any) -> dict[str, np.ndarray]:
-    """All leaves of a state by path, copied to the host.
+    """Copies all leaves of a state to the host, by path.
 
     Example:
         >>> values_of({"a": np.float32(1)})

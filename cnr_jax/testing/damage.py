@@ -1,7 +1,7 @@
 """Damage to stored files that can be undone: bit flips, truncation, removal, exchange.
 
-Each function damages at once and returns a `Damage`, whose `undo` (or the end of its `with`)
-puts everything back, times of last change too, so that thousands of cases run on one root.
+Each function damages at once and returns a `Damage`. Its `undo`, or the end of its `with`, puts
+everything back, times of last change too, so that thousands of cases run on one root.
 
 Example:
     >>> import tempfile
@@ -47,12 +47,12 @@ class StoredFile:
     """A file of a committed step.
 
     Attributes:
-        path: where it is.
-        step: the step.
-        kind: `"array"`: a chunk of rows, row ids or what codecs store. `"zarr_metadata"`: of
-            such an array, or of dense leaves. `"process_manifest"`, `"manifest"`: what names and
-            commits them. `"dense"`: all else below `dense/`. `"orbax"`: what Orbax writes beside,
-            and other items.
+        path: path of the file.
+        step: number of the step.
+        kind: `"array"`: a chunk of rows, row ids or what codecs store. `"zarr_metadata"`: metadata
+            of such an array, or of dense leaves. `"process_manifest"`, `"manifest"`: the documents
+            that name and commit them. `"dense"`: all else below `dense/`. `"orbax"`: what Orbax
+            writes beside, and other items.
         array: name of the array, of `"array"` and `"zarr_metadata"`; else "".
     """
 
@@ -139,7 +139,7 @@ def flip_bit(path: AnyPath, bit: int) -> Damage:
 
 
 def overwrite(path: AnyPath, data: bytes, *, at_bytes: int = 0) -> Damage:
-    """Puts other bytes in the place of some, such as the zeros that a power cut leaves.
+    """Overwrites some bytes, such as by the zeros that a power cut leaves.
 
     Raises:
         OptionError: if the file ends before they do.
@@ -164,7 +164,7 @@ def overwrite(path: AnyPath, data: bytes, *, at_bytes: int = 0) -> Damage:
 
 
 def truncate(path: AnyPath, size_bytes: int) -> Damage:
-    """Cuts a file off after so many bytes.
+    """Cuts a file off after its first `size_bytes` bytes.
 
     Raises:
         OptionError: if it has no more than that.
@@ -210,12 +210,12 @@ def remove(path: AnyPath) -> Damage:
 
 
 def duplicate(source: AnyPath, target: AnyPath) -> Damage:
-    """Puts a copy of a file or directory where another is, or where nothing is.
+    """Copies a file or directory to a place where another is, or where nothing is.
 
     Folders that are missing above it are made.
     """
     source, target = Path(source), Path(target)
-    # What of the path is made here: the copy, or the outermost of the missing folders.
+    # What is made here: the copy, or the outermost of the missing folders.
     made = [path for path in (target, *target.parents) if not path.exists()]
     made_first = made[-1] if made else target
     undo = contextlib.ExitStack()
@@ -229,7 +229,7 @@ def duplicate(source: AnyPath, target: AnyPath) -> Damage:
 
 
 def exchange(first: AnyPath, second: AnyPath) -> Damage:
-    """Lets two files or directories change places."""
+    """Exchanges two files or directories."""
     first, second = Path(first), Path(second)
     parents = [(path.parent, path.parent.stat()) for path in (first, second)]
 
@@ -259,7 +259,7 @@ def _set_times(path: Path, before: os.stat_result) -> None:
 
 
 def _move_aside(path: Path) -> Callable[[], None]:
-    """Moves to a folder that no checkpoint lies in; returns what moves it back."""
+    """Moves a path to a temporary folder; returns a function that moves it back."""
     folder = Path(tempfile.mkdtemp(prefix="cnr_jax_damage_"))
     shutil.move(path, folder / path.name)
 

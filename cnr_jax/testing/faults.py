@@ -79,7 +79,7 @@ class Fault:
         times: how many calls in turn; 0: all from the nth on.
         secs: length of a delay.
         match: part of the path, or of the new path of a rename or link; "": any.
-        folders: strikes at folders alone, as where these cannot be synced.
+        folders: whether it strikes at folders alone, as where these cannot be synced.
         process: `"NAME=VALUE"`: strikes only in processes with this environment variable;
             "": in every one that the program starts.
 
@@ -126,10 +126,10 @@ class Call:
     """One counted call.
 
     Attributes:
-        number: among the counted calls of its process, from 1.
-        pid: of the process.
-        call: its kind, one of `CALLS` or of `LOOKS`.
-        path: absolute, symbolic links of the watched folder resolved.
+        number: number of the call among the counted ones of its process, from 1.
+        pid: id of the process.
+        call: kind of the call, one of `CALLS` or of `LOOKS`.
+        path: absolute path, with symbolic links of the watched folder resolved.
         hit: whether the fault struck here.
         to: new path of a rename or link, else "".
     """

@@ -2,8 +2,8 @@
 
 Only calls that Python code makes are met, such as those of Orbax and `cnr_jax`: manifests,
 directories, renames, removal. TensorStore's own writes are not; `faults` meets these too.
-Kinds of calls are those of `faults`, without writes; of the calls that only look, those that name
-what they look at. Linux only.
+Kinds of calls are those of `faults`, without writes. Calls that only look count if they name a
+path. Linux only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unittest import mock
 from cnr_jax import errors
 from cnr_jax.testing.faults import LOOKS, Call, Fault, check_hit
 
-# Of the `os` module: the kind of call each counts as, how many paths it has.
+# Functions of the `os` module: the kind of call each counts as, and how many paths it has.
 _FUNCTIONS = {
     "fsync": ("fsync", 0),
     "fdatasync": ("fsync", 0),
@@ -53,7 +53,7 @@ class _Watch:
         self, below: Path, before: Callback, after: Callback, *, alone: bool
     ) -> None:
         self.calls: list[Call] = []
-        # Reentrant: what is called around a call may make others.
+        # Reentrant: functions that are called around a call may make others.
         self._turn = threading.RLock() if alone else contextlib.nullcontext()
         self._below = os.path.realpath(below)
         self._before, self._after = before, after
@@ -65,7 +65,7 @@ class _Watch:
     ) -> Any:
         """Counts a call if one of its paths is below, and makes it."""
         if getattr(self._busy, "is_set", False):
-            return do()  # to find out what the path of another call is
+            return do()  # made to find the path of another call
         self._busy.is_set = True
         try:
             found = paths()
@@ -102,14 +102,14 @@ def watching(
 ) -> Iterator[list[Call]]:
     """Calls `before` and `after` around every call, in its thread.
 
-    What `before` raises is what the call raises, which is then not made.
+    If `before` raises, the call is not made, and raises the same.
 
     Args:
         below: calls on this folder and what is below it count.
-        before: is given the call, which has been counted.
+        before: function that is given the call, which has been counted.
         after: likewise.
-        looks: calls that only look count too.
-        alone: a call of another thread waits until `after` has returned.
+        looks: whether calls that only look count too.
+        alone: whether a call of another thread waits until `after` has returned.
 
     Yields:
         The calls so far, a list that grows.
@@ -141,11 +141,9 @@ def watching(
 def failing(below: str | os.PathLike[str], fault: Fault) -> Iterator[list[Call]]:
     """Lets calls fail in this process, as `Fault` describes it.
 
-    Leaving the context without an exception and without a hit fails.
-
     Raises:
         OptionError: if its action is not the name of an error number.
-        FaultNotHitError: if the fault was not hit.
+        FaultNotHitError: if the fault was not hit, and nothing else was raised.
 
     Example:
         >>> import tempfile
@@ -196,13 +194,13 @@ def copying(
     nth: int,
     after: bool = False,
 ) -> Iterator[list[Call]]:
-    """Copies a folder right before its nth call: as it is should the process die there.
+    """Copies a folder right before the nth call on it: so it would be if the process died there.
 
     Args:
         below: the folder.
-        to: where the copy goes; must not exist. There is none if there were fewer calls.
-        nth: from 1.
-        after: copies after the call instead.
+        to: path of the copy; must not exist. There is no copy if there were fewer calls.
+        nth: number of the call, from 1.
+        after: whether to copy after the call instead.
     """
 
     def copy(call: Call) -> None:
@@ -216,7 +214,7 @@ def copying(
 
     # Alone, since a copy takes its time: another thread could commit a step after the copy has
     # listed the folder, and then delete an older one before the copy has come to it. The copy
-    # would lack both, which at no moment was so.
+    # would lack both, as the folder never did.
     before, behind = (nothing, copy) if after else (copy, nothing)
     with watching(below, before=before, after=behind, alone=True) as calls:
         yield calls
@@ -260,7 +258,7 @@ def _opener(watch: _Watch, real: Callable[..., Any], looks: bool) -> Callable[..
 
 
 def _os_opener(watch: _Watch, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Those that only read, such as of folders that are synced."""
+    """Wraps `os.open`: counts files and folders that it opens for reading, such as to sync them."""
 
     def opener(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
@@ -278,7 +276,7 @@ def _absolute(path: Any, folder: int | None) -> str:
     if isinstance(path, int):
         return _path_of(path)
     start = os.getcwd() if folder is None else _path_of(folder)
-    # Links in the folder are resolved, the last component is what is renamed or removed.
+    # Links are resolved but for the last component, which is what is renamed or removed.
     parent, name = os.path.split(os.path.join(start, os.fsdecode(path)))
     return os.path.join(os.path.realpath(parent), name)
 

@@ -1,7 +1,8 @@
 """An interrupt, as by Ctrl-C, at a chosen moment of a call in this process.
 
-Python looks for signals where a function begins and where one that is written in C has returned,
-and nowhere in between: an interrupt comes out at these places alone, and so do those of here.
+Python looks for signals where a function begins, where a function that is written in C has
+returned, and where a loop jumps back. An interrupt is raised at such a place alone, those of this
+module too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclasses.dataclass(slots=True)
 class Interrupt:
-    """An interrupt that comes, or came, or will not.
+    """An interrupt that may still come, or has come.
 
     Attributes:
-        moments: that there have been so far at which it might have come; none after it did.
-        where: the function in which it was noted, to be raised where Python looks next; empty
-            as long as it has not come.
+        moments: number of moments so far at which it might have come; none count after it did.
+        where: the function in which it came, and is raised where Python looks next; empty before.
     """
 
     moments: int = 0
@@ -34,7 +34,7 @@ class Interrupt:
 
 
 class _Signal:
-    """`-_SIGINT` says that the signal has come, and is no call, after which Python would look."""
+    """`-_SIGINT` notes the signal without a call, after which Python would look for signals."""
 
     __neg__ = _thread.interrupt_main
 
@@ -46,15 +46,15 @@ _SIGINT: Any = _Signal()
 def interrupting(
     nth: int, within: Sequence[str | os.PathLike[str]] = (_PACKAGE,)
 ) -> Iterator[Interrupt]:
-    """Interrupts the main thread once: whenever a function begins or ends that counts, is a moment.
+    """Interrupts the main thread once. Its moments are the begins and ends of functions that count.
 
-    To be used in the main thread, while SIGINT raises KeyboardInterrupt, as it does unless told
-    otherwise.
+    Use it in the main thread, while SIGINT raises KeyboardInterrupt, as it does unless told
+    otherwise. A function that is written in C has one moment, its end.
 
     Args:
-        nth: of these moments, from 1; if there are fewer, nothing happens.
-        within: folders and files of code. Its functions count, and those written in C that it
-            calls.
+        nth: number of the moment, from 1; if there are fewer, nothing happens.
+        within: folders and files of code. Their functions count, and those written in C that they
+            call.
 
     Example:
         >>> with interrupting(1) as interrupt:
@@ -77,7 +77,7 @@ def interrupting(
             file = os.path.basename(code.co_filename)
             found.where = f"{file}:{frame.f_lineno} {code.co_qualname}, {event}"
             sys.setprofile(None)
-            _ = -_SIGINT  # the last thing: Python is to look for it there, not here
+            _ = -_SIGINT  # comes last, so that Python looks for it there, not here
 
     sys.setprofile(look)
     try:

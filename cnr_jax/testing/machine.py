@@ -39,8 +39,8 @@ class RunMachine(RuleBasedStateMachine):
 
     Attributes:
         setups: strategy of the runs to be played.
-        folder: where the folders of checkpoints go; None: the system's for temporary files.
-        counts: how often what has happened, over all examples.
+        folder: folder for the folders of checkpoints; None: the system's for temporary files.
+        counts: how often each thing has happened, over all examples.
     """
 
     setups: ClassVar[st.SearchStrategy[Setup]] = strategies.setups()
@@ -68,7 +68,7 @@ class RunMachine(RuleBasedStateMachine):
 
     @rule(seeds=st.lists(st.integers(0, 2**16), min_size=2, max_size=4))
     def train_and_save_several(self, seeds: list[int]) -> None:
-        """Several train steps with a save each, of which none is waited for before the last."""
+        """Several train steps with a save each; it waits only after the last one."""
         self.player.save_several(seeds)
 
     @rule(gap=_GAP)
@@ -105,12 +105,12 @@ class RunMachine(RuleBasedStateMachine):
 
     @rule(index=_INDEX)
     def evaluate(self, index: int) -> None:
-        """Looks at a step and goes on without it."""
+        """Looks at a step, and goes on with the state there was."""
         self.player.evaluate(index)
 
     @rule(anew=st.booleans())
     def reopen(self, anew: bool) -> None:
-        """A new process, that goes on or starts the run again in the same folder."""
+        """A new process that goes on, or starts the run again in the same folder."""
         self.player.reopen(anew=anew)
 
     @rule(gap=_GAP)
@@ -135,7 +135,7 @@ class RunMachine(RuleBasedStateMachine):
             self.player.check_listing()
 
     def teardown(self) -> None:
-        """Every step must restore, with what is stored alone."""
+        """Every step must restore from what is stored alone."""
         if not hasattr(self, "player"):
             return
         try:

@@ -1,7 +1,7 @@
-"""What a run's checkpoints must be: a plain model that knows no files, shards or clocks.
+"""Model of the checkpoints of a run: plain, without files, shards or clocks.
 
-It is told what a run does and says which steps there must be, what each restores to, on which
-a delta may rest, and which one is the latest. `playing.Player` holds a real run against it.
+It is told what a run does. It says which steps there must be, what each restores to, on which a
+delta may rest, and which one is the latest. `playing.Player` compares a real run with it.
 
 Example:
     >>> model = Model(latest(2))
@@ -28,7 +28,7 @@ import numpy as np
 from cnr_jax import errors
 
 Values = Mapping[str, np.ndarray]
-# Which of the steps given, oldest first in the order of branches, are to be kept for themselves.
+# Chooses the steps to keep for themselves, of steps in the order of branches, oldest first.
 Keeps = Callable[[Sequence[int]], Collection[int]]
 
 
@@ -62,11 +62,11 @@ class Saved:
     """A committed checkpoint.
 
     Attributes:
-        step: its number.
-        values: what it must restore to, each leaf by a name.
-        parent: what a delta rests on.
-        generation: of its branch.
-        run: that saved it.
+        step: number of the step.
+        values: values that it must restore to, by the name of the leaf.
+        parent: checkpoint that a delta rests on; None: it is full.
+        generation: generation of its branch.
+        run: run that saved it.
         before: the save that it came after, which may be gone.
     """
 
@@ -79,7 +79,7 @@ class Saved:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Newest last: a later branch is newer, whatever its step numbers."""
+        """Key that sorts the newest last: a later branch is newer, whatever its step numbers."""
         return self.generation, self.step
 
     def chain(self) -> list[Saved]:
@@ -88,10 +88,10 @@ class Saved:
 
 
 class PreservationPolicy:
-    """Gives a plain function to Orbax as a preservation policy.
+    """Preservation policy for Orbax, made of a plain function.
 
     Args:
-        keeps: which steps to keep.
+        keeps: function that chooses the steps to keep.
     """
 
     def __init__(self, keeps: Keeps) -> None:
@@ -100,13 +100,13 @@ class PreservationPolicy:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> list[bool]:
-        """Which of the checkpoints to keep, in the order given."""
+        """Returns whether to keep each of the checkpoints, in the order given."""
         kept = set(self._keeps([info.step for info in checkpoints]))
         return [info.step in kept for info in checkpoints]
 
 
 class Model:
-    """A run as it must be.
+    """Model of a run.
 
     Args:
         keeps: the preservation policy; see `latest` and others, or a function of your own.
@@ -118,10 +118,10 @@ class Model:
         legal: checkpoints that a delta may rest on.
         leaving: steps that retention has dropped, but an interruption left there.
         foreign: numbers of folders that nobody saved a checkpoint in; what they hold may rest on
-            any older step, so retention deletes none of these.
-        run: that the manager saves in; None: it has neither restored nor saved.
+            any older step, so retention deletes no older step.
+        run: run that the manager saves in; None: it has neither restored nor saved.
         owner: run of the state that is saved next; None: it begins one, or goes on with `run`.
-        earlier: what new runs have moved aside, a dictionary like `steps` for each.
+        earlier: steps that each new run has moved aside, as dictionaries like `steps`.
     """
 
     def __init__(self, keeps: Keeps = everything, min_fulls: int = 1) -> None:
@@ -135,7 +135,7 @@ class Model:
         self.owner: int | None = None
         self.earlier: list[dict[int, Saved]] = []
         self._runs = 0
-        # Whether the state has touched rows, so that it is known to be of no run here.
+        # Whether the state has fresh touched rows, which show that it is of no run here.
         self._fresh = False
 
     def ordered(self) -> list[Saved]:
@@ -143,7 +143,7 @@ class Model:
         return sorted(self.steps.values(), key=lambda saved: saved.order)
 
     def latest(self) -> set[int | None]:
-        """The step that `restore(None)` takes; two where one of them is leaving."""
+        """Steps that `restore(None)` may take: one, or two if the newest is leaving."""
         steps = [saved.step for saved in self.ordered()]
         staying = [step for step in steps if step not in self.leaving]
         return {found[-1] if found else None for found in (steps, staying)}
@@ -169,20 +169,20 @@ class Model:
         )
 
     def keeps_back(self, step: int) -> bool:
-        """Whether a step must not be deleted: others rest on it, or what is unknown may."""
+        """Whether a step must not be deleted: others rest on it, or unknown folders may."""
         return bool(self.dependents(step)) or any(n > step for n in self.foreign)
 
     def abandoned_by(self, step: int) -> set[int]:
-        """Steps that saving this one puts aside.
+        """Steps that a save of this step puts aside.
 
-        An older branch of the run had it too, or a new run begins.
+        There are some if an older branch of the run has the step too, or a new run begins.
         """
         old = self.steps.get(step)
         found = {other.step for other in self._with_dependents(old)} if old else set()
         return found | self._left_by(step)
 
     def refuses(self, step: int) -> bool:
-        """Whether a step cannot be saved, because its folder is of another run, or nobody's."""
+        """Whether a step cannot be saved, as its folder belongs to another run, or to nobody."""
         if step in self.foreign:
             return True
         old, run = self.steps.get(step), self._run_of(step)
@@ -207,10 +207,10 @@ class Model:
         return {o.step for saved in later for o in self._with_dependents(saved)}
 
     def legal_parents(self) -> set[int]:
-        """Steps that a delta may rest on now, if it is no full checkpoint."""
+        """Steps that a delta may rest on now."""
         legal = {saved.step for saved in self.legal if self._is_there(saved)}
         if self.min_fulls > 1 and self.tip is not None:
-            # The newest save, and what it came after, has to have so many first.
+            # The branch of the newest save has to have so many full checkpoints first.
             there = self._leading_to(self.tip)
             if sum(self.steps[step].parent is None for step in there) < self.min_fulls:
                 return set()
@@ -223,13 +223,13 @@ class Model:
         parent: int | None,
         needed: Collection[int] = (),
     ) -> None:
-        """A save was committed, on this parent if it was a delta.
+        """Notes that a save was committed.
 
         Args:
-            step: of the save.
-            values: that it holds.
-            parent: of a delta.
-            needed: parents of saves that were in flight then, and stay for these.
+            step: number of the step.
+            values: values that it holds.
+            parent: parent of a delta; None: the save is full.
+            needed: parents of saves that were in flight then; they stay for these.
 
         Raises:
             ChainError: if no delta may rest on that parent.
@@ -272,16 +272,16 @@ class Model:
         parent: int | None,
         there: Collection[int],
     ) -> None:
-        """A save failed or was killed, and these steps were found afterwards.
+        """Notes that a save failed or was killed, and which steps were found afterwards.
 
-        Nothing may be gone that was there before, unless the new step is committed: then
-        what retention drops, and what is in its way of an abandoned branch.
+        No step may be gone that was there before. If the new step is committed, those may be gone
+        that retention drops, and those of an abandoned branch that were in its way.
 
         Args:
-            step: of the save.
-            values: what it was to hold.
-            committed: whether it is there; another of this number may be.
-            parent: of a delta, if it is there.
+            step: number of the step.
+            values: values that it was to hold.
+            committed: whether its save is there; if not, an older one of this number may be.
+            parent: parent of a delta, if it is there.
             there: the steps that are there.
 
         Raises:
@@ -289,8 +289,8 @@ class Model:
         """
         before = set(self.steps)
         may = before | {step} if committed else before
-        # As if it were full: a delta keeps what it rests on besides. But of one that retention
-        # drops at once, which may have been committed and be gone again, it makes a difference.
+        # As if it were full: a delta also keeps what it rests on. That makes a difference for a
+        # save that retention drops at once: it may have been committed, and be gone again.
         above = [None] if committed else [None, *list(self.steps.values())[:1]]
         musts = list[set[int]]()
         for each in above:
@@ -309,7 +309,7 @@ class Model:
         self.steps = {k: v for k, v in self.steps.items() if k in set(there)}
 
     def _kept_after(self, step: int, values: Values, above: Saved | None) -> set[int]:
-        """The steps that there are after a save, on a step or in full, and its retention."""
+        """Steps that there are after a save and its retention; `above` is the parent of a delta."""
         after = Model(self.keeps, self.min_fulls)
         aside, run = self.abandoned_by(step), self._run_of(step)
         after.steps = {k: v for k, v in self.steps.items() if k not in aside}
@@ -328,21 +328,21 @@ class Model:
         self.leaving = there - kept.steps.keys()
 
     def restored(self, step: int) -> None:
-        """The run goes on from a step, through the manager."""
+        """Notes that the manager restored a step, and that the run goes on from it."""
         self.tip = self.steps[step]
         self.legal = set(self.tip.chain())
         self.run = self.owner = self.tip.run
 
     def reopened(self) -> None:
-        """A new manager, which has neither restored nor saved."""
+        """Notes that there is a new manager, which has neither restored nor saved."""
         self.run = None
 
     def looked(self, step: int, *, recorded: bool) -> None:
-        """A step was restored through the manager, but its state is not gone on with.
+        """Notes that the manager restored a step, but that the run goes on with another state.
 
         Args:
-            step: that was restored.
-            recorded: whether the state that is gone on with has touched rows.
+            step: number of the restored step.
+            recorded: whether that other state has touched rows.
         """
         self.tip, self.legal = None, set()
         self.run = self.steps[step].run
@@ -350,7 +350,7 @@ class Model:
             self.owner = self.run
 
     def started_anew(self, *, recorded: bool) -> None:
-        """The run goes on with a state that rests on no checkpoint.
+        """Notes that the run goes on with a state that rests on no checkpoint.
 
         Args:
             recorded: whether it has touched rows, which are fresh then.
@@ -359,10 +359,10 @@ class Model:
         self.owner, self._fresh = None, recorded
 
     def deleted(self, step: int) -> None:
-        """A step was deleted.
+        """Notes that a step was deleted.
 
         Raises:
-            DependentsExistError: if it must not be.
+            DependentsExistError: if it must not be deleted.
         """
         if self.keeps_back(step):
             raise errors.DependentsExistError(
@@ -372,7 +372,7 @@ class Model:
         del self.steps[step]
 
     def _before(self, step: int, run: int | None) -> Saved | None:
-        """What a save comes after: the tip, or what of the newest branch is before its step."""
+        """Save that a save comes after: the tip, or the one before it in the newest branch."""
         if self.tip is not None:
             return self.tip if self.tip.run == run else None
         own = [saved for saved in self.ordered() if saved.run == run]
@@ -390,7 +390,7 @@ class Model:
         return [other for other in self.steps.values() if saved in other.chain()]
 
     def _generation(self) -> int:
-        """That of the tip if it is the newest checkpoint, else a new one."""
+        """Generation of the next save: that of the tip if it is the newest, else a new one."""
         ordered = self.ordered()
         if not ordered:
             return 1
@@ -398,12 +398,12 @@ class Model:
         return head.generation if head is self.tip else head.generation + 1
 
     def _prune(self, needed: Collection[int] = ()) -> None:
-        """Drops what the current run does not keep, and nothing that is kept rests on."""
+        """Drops steps that the current run does not keep, unless a kept step rests on them."""
         ordered, unknown = self.ordered(), max(self.foreign, default=-1)
         own = [saved.step for saved in ordered if saved.run == self.run]
         there = self.branch(own[-1]) if own else set[int]()
-        # What was left behind is older than all that led to the newest, and takes no part in what
-        # is kept of that.
+        # Steps that were left behind count as older than all that led to the newest, and do not
+        # count in what is kept of these.
         own.sort(key=lambda step: (step in there, self.steps[step].order))
         ruled = set(self.keeps([step for step in own if step in there]))
         ruled |= set(self.keeps(own)) - there
@@ -415,8 +415,8 @@ class Model:
             spare = self.min_fulls - sum(saved in kept for saved in fulls)
             others = [saved for saved in reversed(fulls) if saved not in kept]
             kept |= set(others[: max(0, spare)])
-        # Last, since what stays only because something unknown may rest on it is soon gone when
-        # that is: it does not count as one of the full ones.
+        # Last: what stays only because an unknown folder may rest on it goes soon after the
+        # folder, so it does not count as one of the full checkpoints.
         kept |= {s for saved in ordered if saved.step <= unknown for s in saved.chain()}
         self.steps = {saved.step: saved for saved in ordered if saved in kept | below}
         self.leaving = set()

@@ -1,4 +1,4 @@
-"""A real run beside a model of it: what a state machine or a test drives.
+"""Player of a real run beside its model, for a state machine or a test.
 
 Example:
     >>> import tempfile, jax.numpy as jnp
@@ -49,19 +49,19 @@ from cnr_jax.testing.setup import Setup
 
 
 class Player(contextlib.AbstractContextManager["Player"]):
-    """Plays a run and holds it against its model. Raises `WrongError` where they differ.
+    """Plays a run and compares it with its model; raises `WrongError` where they differ.
 
     Args:
-        root: of the checkpoints: a local path, or a URL, where no faults are played.
-        setup: what is run.
+        root: root of the checkpoints: a local path, or a URL, where no faults are played.
+        setup: setup of the run.
 
     Attributes:
-        model: what must be.
-        counts: how often what happened, to see that a test tests something.
+        model: model of the run.
+        counts: how often each thing happened, to see that a test tests something.
     """
 
     def __init__(self, root: str | Path, setup: Setup) -> None:
-        # Of saves that were reported, by their steps.
+        # Parents of the saves that were reported, by step.
         self._parents: dict[int, int | None] = {}
         options = dataclasses.replace(setup.options, on_save=self._on_save)
         setup = dataclasses.replace(setup, options=options)
@@ -72,7 +72,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._next = 0
         self._comparison = Comparison(self.root, setup, self.model)
         self.manager = setup.open(self.root)
-        # By name, what new runs have moved into folders of the root.
+        # Steps that new runs have moved into folders of the root, by the name of the folder.
         self._earlier: dict[str, dict[int, Saved]] = {}
         self._start()
 
@@ -107,7 +107,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._count("several saves")
 
     def restore(self, index: int) -> None:
-        """Goes on from a step: of all that there are, the one with this index, modulo."""
+        """Goes on from a step: the one with this index, modulo the number of steps."""
         step = self._pick(index)
         if step is None:
             return
@@ -125,8 +125,8 @@ class Player(contextlib.AbstractContextManager["Player"]):
             return
         self._comparison.restored(self.manager, step, step)
         if self.setup.options.tracking == "fingerprint":
-            # What differs from the step just restored is found by comparing the two.
-            # Then a lower number would be a repetition, which is not saved.
+            # A save compares the state with the step that was just restored, to find its rows. A
+            # lower number would be a repetition, which is not saved.
             self.model.restored(step)
             self._next = max(self._next, step + 1)
         else:
@@ -134,9 +134,10 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._count("evaluated")
 
     def reopen(self, *, anew: bool = False) -> None:
-        """A new manager, as in a new process: goes on from the latest step, or starts anew.
+        """Opens a new manager, as in a new process: goes on from the latest step, or starts anew.
 
-        Who starts anew where there are steps is refused, and says then that it is a new run.
+        A manager that starts anew where there are steps is refused; the next one says that it
+        begins a new run.
         """
         self._reopen()
         self.model.reopened()
@@ -147,7 +148,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self._see_refused()
 
     def put_folder(self, gap: int) -> None:
-        """A folder comes to the root, with a number for a name, that may have been a step."""
+        """Puts a folder into the root that has a number for a name, and may have been a step."""
         number = max([self._next, *self.model.steps, *self.model.foreign]) + gap
         folder = self.root / str(number) / DEFAULT_ITEM
         folder.mkdir(parents=True)
@@ -157,7 +158,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._count("foreign folder")
 
     def delete(self, index: int) -> None:
-        """Deletes a step, or sees that it is refused because others rest on it."""
+        """Deletes a step, or checks that this is refused because others rest on it."""
         step = self._pick(index)
         if step is None:
             return
@@ -178,7 +179,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
     # ---- what befalls it ------------------------------------------------------------------
 
     def fail_while_saving(self, fault: Fault, gap: int = 1) -> None:
-        """A save with a call that fails, in this process. If there is no such call, a save."""
+        """Saves while a call fails, in this process; if there is no such call, just saves."""
         step, values = self._step(gap), values_of(self.state)
         raised = None
         try:
@@ -191,7 +192,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
             if raised is not None:
                 raise raised from None
             return self._saved(step, values)
-        # What was moved out of the way cannot come back while every call fails: it does at
+        # What was moved out of the way cannot come back while every call fails. It comes back at
         # the next start.
         gone = fault.times == 0 and bool(self.model.abandoned_by(step))
         if gone:
@@ -205,9 +206,10 @@ class Player(contextlib.AbstractContextManager["Player"]):
     def crash_while_saving(
         self, *, nth: int, after: bool = False, gap: int = 1
     ) -> None:
-        """A process that dies before (after) its nth call in a save, then a new one.
+        """Lets a process die before (after) its nth call in a save, then starts a new one.
 
-        What it leaves is a copy of the root made there; if there are fewer calls, a save.
+        A copy of the root that is made at this call is what it leaves. If there are fewer calls, it
+        just saves.
         """
         step, values = self._step(gap), values_of(self.state)
         copy = self._copy
@@ -224,7 +226,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
     def crash_while_deleting(
         self, index: int, *, nth: int, after: bool = False
     ) -> None:
-        """A process that dies in the deletion of a step."""
+        """Lets a process die in the deletion of a step, then starts a new one."""
         step = self._pick(index)
         if step is None or self.model.keeps_back(step):
             return
@@ -244,14 +246,14 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self.check_listing()
 
     def damaged(self, index: int, do: Callable[[Path], damage.Damage]) -> None:
-        """Damages a stored file, sees that no wrong value is restored, and undoes it.
+        """Damages a stored file, checks that no wrong value is restored, and undoes the damage.
 
         Steps that do not rest on it restore as before, `restore(None)` takes the newest that
         can be restored, and `verify` names those that cannot.
 
         Args:
-            index: of the file among all there are, modulo.
-            do: damages the file whose path it is given.
+            index: index of the file, modulo the number of files.
+            do: function that damages the file at a path.
         """
         files = damage.files_of(self.root)
         if not files:
@@ -262,11 +264,11 @@ class Player(contextlib.AbstractContextManager["Player"]):
     # ---- comparisons ----------------------------------------------------------------------
 
     def check_listing(self) -> None:
-        """The manager lists what the model does, the same as latest."""
+        """Checks that the manager lists the steps of the model, and has the same latest step."""
         self._comparison.listing(self.manager)
 
     def check_all(self) -> None:
-        """Every step restores bit for bit, with a manager that knows only what is stored."""
+        """Checks that each step restores bit for bit, from what is stored alone."""
         self.check_listing()
         self._comparison.stored(self.root, self.model.steps)
         for name, steps in self._earlier.items():
@@ -281,7 +283,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self.model.started_anew(recorded=self.touched is not None)
 
     def _see_refused(self) -> None:
-        """A manager that has restored nothing saves nothing; another one, that may, is made."""
+        """Checks that a manager that has restored nothing saves nothing; opens one that may."""
         before = names_in(self.root)
         try:
             self.manager.save(0, args=cnr.args.Save(self.state, self.touched))
@@ -354,7 +356,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self.check_all()
 
     def _note_earlier(self) -> None:
-        """Which folder holds what a new run has moved aside."""
+        """Notes which folder holds the steps that a new run has moved aside."""
         new = {n for n in names_in(self.root) if n.startswith(names.EARLIER_RUN)}
         new -= self._earlier.keys()
         if len(new) != len(self.model.earlier) - len(self._earlier):
@@ -363,7 +365,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self._earlier[new.pop()] = self.model.earlier[-1]
 
     def _manifest(self, step: int, there: Collection[int]) -> Manifest | None:
-        """That of a step, if it is there."""
+        """Manifest of a step, if it is there."""
         if step not in there:
             return None
         (found,) = (self.root / str(step)).glob(f"*/{names.MANIFEST}")
@@ -371,7 +373,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     @property
     def _copy(self) -> Path:
-        """Where a copy of the root is made, outside of it."""
+        """Path of a copy of the root, outside of it."""
         return self.root.with_name(self.root.name + ".crashed")
 
     def _reopen_on(self, copy: Path) -> None:

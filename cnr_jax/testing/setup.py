@@ -1,4 +1,4 @@
-"""A run that is to be held against the model."""
+"""Setup of a run that is compared with its model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ Train = Callable[[Any, Any, int], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Setup:
-    """A run to be held against the model.
+    """Setup of a run that is compared with its model.
 
     Attributes:
-        state: to start with; what is restored has its structure and shardings.
-        tables: in the state.
-        train: makes the next state and touched rows of the ones given, by a seed.
-        options: of the manager. Codecs must be exact.
-        keeps: what their preservation policy keeps, in plain words; see `model`.
-        orbax_options: of the manager; step directories must be named by numbers alone.
+        state: state to start with; what is restored has its structure and shardings.
+        tables: tables in the state.
+        train: function of a state, touched rows and a seed that returns the next state and touched
+            rows.
+        options: options of the manager. Codecs must be exact.
+        keeps: the preservation policy of the options as a plain function; see `model`.
+        orbax_options: Orbax's options; step directories must be named by numbers alone.
     """
 
     state: Any
@@ -34,7 +35,7 @@ class Setup:
     orbax_options: Any = None
 
     def __repr__(self) -> str:
-        """Without the numbers of the state."""
+        """Names of the tables, and the options, without the numbers of the state."""
         return f"Setup({', '.join(self.tables)}; {self.options})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -42,7 +43,7 @@ class Setup:
         printer.text(repr(self))
 
     def open(self, root: AnyPath, *, new_run: bool = False) -> cnr.CheckpointManager:
-        """The manager of the run, or of a new one that begins in the same root."""
+        """Opens the manager of the run, or of a new run that begins in the same root."""
         return cnr.CheckpointManager(
             root,
             tables=self.tables,
@@ -51,6 +52,6 @@ class Setup:
         )
 
     def reader(self, root: AnyPath) -> cnr.CheckpointManager:
-        """A manager that knows only what is stored, and keeps it."""
+        """Opens a manager that knows only what is stored, and deletes none of it."""
         options = dataclasses.replace(self.options, preservation_policy=None)
         return cnr.CheckpointManager(root, tables=self.tables, options=options)

@@ -48,10 +48,10 @@ class Shape:
     """A table to be made.
 
     Attributes:
-        rows: of the table.
-        dim: elements of a row.
-        dtype: of the table.
-        slots: that an optimizer keeps for it: `"row"` (float32, a number a row) and
+        rows: number of rows.
+        dim: number of elements of a row.
+        dtype: dtype of the table.
+        slots: slots that an optimizer keeps for it: `"row"` (float32, a number a row) and
             `"element"` (float32, of the table's shape).
     """
 
@@ -67,7 +67,7 @@ Shapes = Mapping[str, Shape]
 def shapes(
     max_tables: int = 3, rows: Sequence[int] = (8, 24)
 ) -> st.SearchStrategy[Shapes]:
-    """Tables by name, `t0`, `t1`, ...; their rows are among those given."""
+    """Shapes of tables by name, `t0`, `t1`, ...; numbers of rows are among those given."""
     table = st.builds(
         Shape,
         st.sampled_from(list(rows)),
@@ -81,7 +81,7 @@ def shapes(
 
 
 def values(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
-    """Numbers of all magnitudes, and some that are none.
+    """Makes numbers of all magnitudes, with zeros, infinities and NaNs among them.
 
     Example:
         >>> values((2, 3), np.float16, seed=1).shape
@@ -106,7 +106,7 @@ def values(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 
 
 def state_of(shapes: Shapes, seed: int) -> dict[str, Any]:
-    """A train state on the host: tables, their slots, dense leaves, a step."""
+    """Makes a train state on the host: tables, their slots, dense leaves, a step."""
     slots: dict[str, dict[str, np.ndarray]] = {}
     for i, (name, table) in enumerate(shapes.items()):
         for slot in table.slots:
@@ -127,7 +127,7 @@ def states(max_tables: int = 3) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def find(shapes: Shapes, state: Any = None) -> cnr.Tables:
-    """The tables of a state made of these shapes."""
+    """Finds the tables of a state made of these shapes."""
     placed = jax.device_put(state_of(shapes, 0)) if state is None else state
     return cnr.find_tables(placed, list(shapes))
 
@@ -135,11 +135,11 @@ def find(shapes: Shapes, state: Any = None) -> cnr.Tables:
 def shardings(
     state: Any, devices: Sequence[Any] | None = None
 ) -> st.SearchStrategy[Any]:
-    """A sharding for each leaf of a state: by rows, columns, both, or everywhere alike.
+    """A sharding for each leaf of a state: by rows, by columns, by both, or replicated.
 
     Args:
-        state: gives shapes; leaves that cannot be divided are replicated.
-        devices: all of them by default.
+        state: state that gives the shapes; leaves that cannot be divided are replicated.
+        devices: devices of the mesh; by default all.
     """
     devices = list(jax.devices() if devices is None else devices)
     columns = 2 if len(devices) % 2 == 0 else 1
@@ -167,7 +167,7 @@ def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
 
 
 def policies() -> st.SearchStrategy[Any]:
-    """When to save everything, and on which parent deltas rest."""
+    """Policies: when a save is full, and on which parent deltas rest."""
     return st.sampled_from(
         [
             cnr.Full(),
@@ -183,7 +183,7 @@ def options(exact: bool = True) -> st.SearchStrategy[cnr.Options]:
     """Options of a manager.
 
     Args:
-        exact: only codecs that lose nothing, as the model needs it.
+        exact: whether codecs lose nothing, as the model needs.
     """
     codecs = st.just({"codec": "raw"})
     if not exact:
@@ -206,7 +206,7 @@ def options(exact: bool = True) -> st.SearchStrategy[cnr.Options]:
 
 
 def retentions() -> st.SearchStrategy[tuple[Any, Keeps]]:
-    """A preservation policy for Orbax, and the same in plain words for the model."""
+    """A preservation policy for Orbax, and the same as a plain function for the model."""
     plain = [
         latest(1),
         latest(3),
@@ -257,8 +257,8 @@ def setups(
 
     Args:
         retentions: pairs as from `retentions`, such as Orbax's own policies.
-        devices: all of them by default.
-        some_shapes: of tables.
+        devices: devices of the mesh; by default all.
+        some_shapes: shapes of the tables.
     """
 
     @st.composite
@@ -311,7 +311,7 @@ def _changed(leaf: Any, rows: Any, rng: np.random.Generator) -> Any:
 
 
 def _padded(rows: np.ndarray) -> cnr.Lookup:
-    """Always as many ids, so that recording is compiled once."""
+    """Pads row ids to one length, so that recording is compiled once."""
     where = np.arange(8) < len(rows)
     filled = np.resize(rows if len(rows) else np.zeros(1, int), 8).astype(np.int32)
     return cnr.Lookup(filled, where=where)
