@@ -1,1 +1,1 @@
-"""The command line: looks into a root, mostly without jax; only `prune` changes anything."""
+"""The command line: looks into a root, mostly without jax; few verbs change anything in it."""

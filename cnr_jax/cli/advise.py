@@ -56,8 +56,8 @@ def advise(
 ) -> Exit:
     """Say how often a run should save, under which policy, and what to expect of it.
 
-    From what the run has noted and from its failures: the plan of most goodput whose slowdown is
-    within the budget.
+    Goes by what the run has noted and by its failures, and takes the plan of most goodput that
+    keeps to the slowdown.
     """
     from cnr_jax.cli.profiles import read_profile
     from cnr_jax.goodput.advice import advise as advised
@@ -88,7 +88,7 @@ def advise(
 
 
 def _unknown(profile: Profile | None) -> list[str]:
-    """What too few saves tell of."""
+    """Lines that say what is not known yet, because too few saves tell of it."""
     if profile is None:
         return [
             "not known yet: what a train step takes",

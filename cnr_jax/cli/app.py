@@ -58,7 +58,7 @@ def _common(
 
 for each in (ls, show, verify, explain, diff):
     app.command()(verb(each))
-# So that -1 is a row, and no option.
+# So that -1 is taken for a row, and not for an option.
 app.command(context_settings={"ignore_unknown_options": True})(verb(rows))
 for each in (bits, export, report, advise, cost, simulate, compact, prune, mirror):
     app.command()(verb(each))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-# As an integer of 64 bits holds it.
+# The largest number that an integer of 64 bits holds.
 HIGHEST = 2**63 - 1
 # `int` takes digits of other scripts too, and `1_0`.
 _NUMBER = re.compile(r"0*([0-9]{1,19})")

@@ -31,8 +31,8 @@ class WidthOfRows:
 
     Attributes:
         bits: width of a code; None: exact.
-        bytes: bytes of all rows in a full save, without slots. Rows that are stored exactly beside
-            count with their share of the sampled ones.
+        bytes: bytes of all rows in a full save, without slots. Rows that the codec cannot hold are
+            stored exactly, and count with their share of the sampled rows.
         mean_row_error: mean of `||row - read|| / ||row||` over the sampled rows; None if it is not
             known, as the rows were rounded before.
         worst_row_error: the greatest of them.
@@ -76,7 +76,7 @@ def bits(
     """Show bytes and errors of a step's rows in each width of codes.
 
     Takes rows as a restore gives them, at most 16,384 a table, in the default codec. A table that
-    was rounded is shown only in narrower widths. This imports jax, which takes seconds.
+    was rounded has errors only in narrower widths. This imports jax, which takes seconds.
     """
     from cnr_jax.cli.roots import opened, read_root, step_of
 

@@ -25,8 +25,8 @@ def cost(
 ) -> Exit:
     """Say what a month of checkpoints takes, and what plain full saves would.
 
-    Storage with retention, requests, network, and accelerators that wait, from what the run has
-    noted.
+    Counts storage with retention, requests, network, and accelerators that wait, from what the run
+    has noted.
     """
     from cnr_jax.cli.roots import read_root
     from cnr_jax.goodput.cost import Prices, cost_of

@@ -19,7 +19,7 @@ def diff(
     """Compare the rows of two steps, table by table.
 
     Decodes both, which imports jax and reads both chains. The change of a row is the norm of
-    the difference over the norm that it had in the first step.
+    the difference over the norm of the row in the first step.
     """
     from cnr_jax.cli.roots import opened, read_root, step_of
     from cnr_jax.repository.description import aligned, share_told

@@ -23,10 +23,10 @@ from cnr_jax.cli.printing import (
     printable,
 )
 
-# The base of what is wrong with a call, for which releases of typer have different homes.
+# The base of errors in how a command is called; releases of typer have it in different modules.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
-# Of the documents that `--json` prints; rises when a field goes or changes its meaning.
+# Version of the documents that `--json` prints; rises when a field goes or changes its meaning.
 SCHEMA = 2
 
 
@@ -62,7 +62,7 @@ def code_of(error: Exception) -> Exit:
         named = error.kind in ("no_table", "no_row")
         return Exit.NO_STEP if named else Exit.NOT_A_ROOT
     if isinstance(error, errors.WriterError):
-        # A folder in the place of a file is nobody who saves.
+        # A folder in the place of a file does not mean that somebody else saves.
         return Exit.FAILED if error.kind == "in_the_way" else Exit.OTHER_WRITER
     return Exit.DAMAGED if isinstance(error, errors.DAMAGE) else Exit.FAILED
 
@@ -88,20 +88,20 @@ class Verbs(TyperGroup):
     ) -> NoReturn:
         """Runs a command.
 
-        An error is printed on stderr, with the fact in the first line; with `--json` a document
-        has it too.
+        It prints an error on stderr, with the fact in the first line. With `--json` it also prints
+        a document with the error.
         """
         words = sys.argv[1:] if args is None else list(args)
         try:
             code = self._ended(prog_name or "cnr-jax", words)
             flush()
-        except BrokenPipeError:  # of a help
+        except BrokenPipeError:  # a help was being printed
             code = Exit.UNREAD
             drop_output()
         except PrintingError as error:
             code = Exit.FAILED
             if isinstance(error.__cause__, BrokenPipeError):
-                code = Exit.UNREAD  # whoever reads what is printed has enough of it
+                code = Exit.UNREAD  # the reader of the output has enough of it
             else:
                 _say(f"cnr-jax: {error}")
             drop_output()
@@ -116,14 +116,14 @@ class Verbs(TyperGroup):
         except typer.Exit as end:
             return end.exit_code
         except (BrokenPipeError, PrintingError):
-            raise  # of who reads what is printed
+            raise  # the reader of the output is gone
         except _UsageError as error:
             if not words:
                 _say(error.format_message())  # the help
                 return Exit.USAGE
             hint = f"{error.ctx.command_path} --help" if error.ctx else "--help"
             kind, code = "usage", Exit.USAGE
-            # Typer's newer versions say so before what is wrong with a choice.
+            # Newer versions of typer put this before what is wrong with a choice.
             told = error.format_message().replace(": Value error, ", ": ")
             message = f"{told}\n  hint: {hint}"
         except Exception as error:
@@ -154,7 +154,7 @@ def _place_of(error: Exception) -> str:
 
 
 def _say(text: str) -> None:
-    # Where stderr takes nothing either, the exit code alone tells it.
+    # If stderr takes nothing either, the exit code alone tells of the error.
     with contextlib.suppress(OSError, ValueError):
         for line in text.split("\n"):
             print(printable(line, sys.stderr.encoding), file=sys.stderr)

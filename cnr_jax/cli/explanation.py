@@ -33,7 +33,7 @@ class Explanation:
         step: the step that is explained.
         chain: the steps that it rests on, itself last.
         seen: the saves since the baseline that the policy saw, oldest first.
-        seen_in: step whose manifest they are from; None: there was no save before.
+        seen_in: step with the manifest that lists them; None: there was no save before.
         forecast_bytes: bytes of the next delta, as the default policy forecasts it; None without a
             delta to go by.
         average_bytes: mean bytes of the saves seen; None without any.
@@ -124,7 +124,7 @@ def lines_of(found: Explanation) -> list[tuple[str, str]]:
         (f"chain:   {' <- '.join(f'{s.step} ({s.kind})' for s in found.chain)}", ""),
     ]
     if not found.seen:
-        # Which of these it is no manifest tells.
+        # No manifest tells which of these it is.
         why = "it is the first of its run or branch, or the one before it is not there any more"
         return [*lines, (f"seen:    no save: {why}", "")]
     head = f"seen:    {count_of(len(found.seen), 'save')} since the baseline"

@@ -36,7 +36,7 @@ def export(
 ) -> Exit:
     """Write a step as plain arrays, for programs without cnr_jax.
 
-    Rows are as a restore gives them: where a save has rounded them, they stay so.
+    Rows are as a restore gives them: if a save has rounded them, they stay rounded.
     Changes nothing in the root. This imports jax and Orbax, which takes seconds.
 
     A step does not know the types of nodes, so plain Orbax gets dicts and lists: restore the folder

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def ls(root: Root, item: Item = None, as_json: AsJson = False) -> Exit:
     """List all steps, chain by chain, and which restore.
 
-    Manifests and the sizes of files are looked at; `verify` reads the files.
+    It looks at manifests and the sizes of files; `verify` reads the files.
     """
     from cnr_jax.cli.roots import read_root
     from cnr_jax.repository.description import footer, step_lines

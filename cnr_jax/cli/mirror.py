@@ -1,4 +1,4 @@
-"""The verb `mirror`: copies the steps of a root to another one, and mends each by the other."""
+"""The verb `mirror`: copies the steps of a root to another one, and mends one from the other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mirror(
 ) -> Exit:
     """Copy committed steps to a mirror, each file checked on the way.
 
-    A run may be saving in ROOT, but not if it is to be mended.
+    A run may be saving in ROOT, but not with --repair.
     """
     from cnr_jax.cli.roots import use_cpu
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from cnr_jax.texts import visible
 
-# Before that no bar is shown.
+# Before that time no bar is shown.
 _PATIENCE_SECS = 1.0
 OnStep = Callable[[int, int], None]
 
@@ -21,10 +21,10 @@ class PrintingError(Exception):
 
 @contextlib.contextmanager
 def _printing() -> Iterator[None]:
-    """Flushes standard output after the prints within it, and reports failures.
+    """Flushes standard output after the prints within it.
 
     Raises:
-        PrintingError: if it does not.
+        PrintingError: if standard output does not take them.
     """
     try:
         yield
@@ -35,7 +35,7 @@ def _printing() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Points standard output at nowhere: the end of a program flushes once more."""
+    """Points standard output at nowhere, as the end of a program flushes it once more."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -46,7 +46,7 @@ def flush() -> None:
     """Flushes what others have printed, such as a help.
 
     Raises:
-        PrintingError: if it does not.
+        PrintingError: if standard output does not take it.
     """
     with _printing():
         pass
@@ -103,7 +103,7 @@ def printable(text: str, encoding: str | None) -> str:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[OnStep]:
-    """Shows a bar on stderr, for work that tells how much of how many it has done.
+    """Shows a bar on stderr, for work that tells how much of it is done.
 
     It appears after a second, goes when the work is done, and is left out without a terminal.
     """

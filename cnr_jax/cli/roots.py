@@ -52,7 +52,7 @@ def check_root(root: str) -> None:
 
 
 def step_of(found: RootDescription, number: int | None) -> StepDescription:
-    """Finds a step of a root; of several of that number the one of the newest branch.
+    """Finds a step of a root; if several have that number, the one of the newest branch.
 
     Args:
         found: description of the root.

@@ -1,4 +1,4 @@
-"""Rows that were decoded, as text and as JSON, and the verb `rows`."""
+"""The verb `rows`, and decoded rows as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Elements of a decoded row that are shown.
 _SHOWN = 6
-# Of an id, or of the first and the one after the last; `int` takes other digits too.
+# An id, or the first one and the one after the last; `int` takes other digits too.
 _IDS = re.compile(r"(-?[0-9]{1,19})(?::(-?[0-9]{1,19}))?")
 
 
@@ -40,8 +40,8 @@ def rows(
 ) -> Exit:
     """Show single rows of a table and of its slots, as a restore gives them.
 
-    Without the number of a step the first line says which was read. Only chunks with these rows are
-    read; this imports jax, which takes seconds.
+    Without the number of a step the first line says which step was read. Only chunks with these
+    rows are read. This imports jax, which takes seconds.
     """
     from cnr_jax.cli.roots import read_root, step_of, use_cpu
 
@@ -60,7 +60,7 @@ def rows(
         told = {"step": chosen.step, "table": table, "ids": wanted}
         print_json("rows", {**told, "leaves": rows_json(decoded)})
     else:
-        # Which one "the newest" is has to be said.
+        # The output says which step the newest is.
         head = [] if step and step.number is not None else [f"step {chosen.step}"]
         lines = [(line, "") for line in rows_lines(decoded, wanted)]
         print_lines([*((line, "bold") for line in head), *lines])
@@ -92,7 +92,7 @@ def _wanted(asked: Sequence[range], table: str, step: StepDescription) -> list[i
     found = next((each for each in step.tables if each.name == table), None)
     if found is None:
         return [each[0] for each in asked]  # the read names the missing table
-    # Of the stored array, with padding: JAX wraps negative ids there.
+    # Rows of the stored array, padding included: JAX wraps negative ids by these.
     stored = found.leaves[0].shape[0]
     for each in asked:
         for end in (each[0], each[-1]):
@@ -118,7 +118,7 @@ def rows_json(decoded: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _numbers(held: np.ndarray) -> np.ndarray:
-    """Converts rows to a dtype of Python's own numbers."""
+    """Converts rows to a dtype for which Python has numbers."""
     return held if held.dtype.kind in "biuf" else held.astype("float32")
 
 

@@ -33,8 +33,8 @@ def show(
 ) -> Exit:
     """Show what one step holds of each table.
 
-    With TABLE the first rows of that, as a restore gives them; this imports jax, which takes
-    seconds.
+    With TABLE it shows the first rows of that table, as a restore gives them. This imports jax,
+    which takes seconds.
     """
     from cnr_jax.cli.roots import chain_of, opened, read_root, step_of
 

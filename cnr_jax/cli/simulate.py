@@ -61,8 +61,8 @@ def simulate(
 ) -> Exit:
     """Say what the saves of a run would take, and what failures would leave of it.
 
-    Under each policy, from the rows that train steps looked up; under each policy and in other
-    systems, from failures and a profile. Nothing is saved.
+    The rows that train steps looked up tell what saves take under each policy. Failures and a
+    profile tell what is left under each policy, and in other systems. Nothing is saved.
     """
     if accesses is None and not failures:
         raise typer.BadParameter("nothing to simulate: give --accesses or --failures")
@@ -114,14 +114,14 @@ def _trace(path: Path) -> Mapping[str, Any]:
     import numpy as np
 
     try:
-        # What is no .npz file gives an array, which has no files.
+        # A file of another kind may give an array, which has no files.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except FileNotFoundError as error:
         raise OptionError(f"there is no trace {path}") from error
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # whatever numpy and zipfile make of what is none
+    except Exception as error:  # whatever numpy and zipfile raise for other files
         raise OptionError(
             f"{path} is no trace: expected an .npz file of integer arrays, one a table"
         ) from error
@@ -151,7 +151,7 @@ def _runs(
 def _plans(
     profile: Profile, every: int, failures: Failures, found: Simulation | None
 ) -> list[Plan]:
-    """Plans of all policies, with saves as a trace of look-ups has them, and of other systems."""
+    """Plans of all policies, by the saves of a trace of look-ups if given, and of other systems."""
     from cnr_jax.goodput import (
         Plan,
         advised_plan,

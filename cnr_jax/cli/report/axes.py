@@ -10,7 +10,7 @@ from cnr_jax.cli.report.panels import Panel
 # Patterns of dashes by number, so that lines are told apart without colours: lengths of dashes and
 # of the gaps between them.
 DASHES = ((), (7, 4), (2, 3), (9, 3, 2, 3), (14, 4), (4, 2, 1, 2), (1, 5))
-# At most as many steps are named below an axis.
+# At most this many steps are named below an axis.
 _STEPS_NAMED = 10
 
 
@@ -71,7 +71,7 @@ def _logarithmic(low: float, high: float) -> Axis:
 
 
 def named_places(count: int) -> list[int]:
-    """Chooses the places of an axis whose steps are named: evenly spread, from the first.
+    """Chooses the places of an axis at which steps are named: evenly spread, from the first.
 
     Example:
         >>> named_places(4), named_places(25)

@@ -33,7 +33,7 @@ from cnr_jax.repository.description import (
     step_lines,
 )
 
-# In the place of a cost.
+# Said in the place of a cost.
 TOO_FEW = "What a month of training costs is not known yet: too few saves tell."
 
 

@@ -19,7 +19,7 @@ Shape = Literal["line", "area", "bars", "dots", "squares", "rings", "crosses"]
 Unit = Literal["bytes", "share", "secs", "count"]
 Values = tuple[float | None, ...]
 
-# Of Okabe and Ito, told apart by who sees few colours: on white, and on black where it differs.
+# Colours of Okabe and Ito, which people who see few colours tell apart: on white, and on black.
 COLOURS = {
     "blue": ("#0072b2", "#56b4e9"),
     "orange": ("#e69f00", "#e69f00"),
@@ -30,7 +30,7 @@ COLOURS = {
     "yellow": ("#b3a500", "#f0e442"),
     "grey": ("#767676", "#9a9a9a"),
 }
-# Lines of as many tables are drawn, each in a colour of its own.
+# Lines of at most this many tables are drawn, each in a colour of its own.
 SHOWN_TABLES = 7
 
 
@@ -133,7 +133,7 @@ def _where(
 
 def _bytes(saves: Sequence[Save]) -> Panel:
     def size(save: Save) -> float | None:
-        return save.total_bytes or None  # zero has no place on such an axis
+        return save.total_bytes or None  # a logarithmic axis has no place for zero
 
     def kept(kind: str) -> Callable[[Save], bool]:
         return lambda save: save.kept and save.kind == kind
@@ -381,7 +381,7 @@ def _chains(saves: Sequence[Save]) -> Panel:
 
 
 def figures_of(course: Course, profile: Profile | None = None) -> list[tuple[str, str]]:
-    """Key figures of a run: names, and each with its figure as a text.
+    """Key figures of a run, as pairs of a name and a text.
 
     Args:
         course: course of the run.

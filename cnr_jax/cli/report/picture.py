@@ -17,7 +17,7 @@ from cnr_jax.cli.report.panels import Panel, panels_of, restores_of
 from cnr_jax.repository.course import Course
 
 _MARGIN, _TITLE, _LINE = 16, 34, 20
-# About as wide as a letter of the legend; others take two.
+# Widths in a legend: of a letter, about, where wide ones count as two; of a swatch; of a gap.
 _LETTER, _SWATCH, _GAP = 7.2, 36, 20
 
 

@@ -49,7 +49,7 @@ def drawn(
         lines.append(f'<path class="restores" d="{path}"/>')
     if panel.links:
         lines.append(f'<path class="links" d="{_links(panel, axis, x)}"/>')
-    below = [0.0] * len(steps)  # of each save, how high its bars stand so far
+    below = [0.0] * len(steps)  # height of the bars of each save so far
     for each in panel.series:
         lines += _drawn(each, axis, x, wide, below)
     return "\n".join([*lines, "</svg>"])
@@ -131,7 +131,7 @@ def _drawn(
 
 
 def _dot(place: int, value: float, axis: Axis, x: Callable[[int], float]) -> str:
-    # Of no length: its ends alone are drawn, round or square, as wide as the line.
+    # A line without length: only its ends are drawn, round or square, as wide as the line.
     return f"M{x(place):.1f} {_y(axis, value):.1f}h.01"
 
 

@@ -1,4 +1,4 @@
-"""The verb that draws a run."""
+"""The verb `report`: draws a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def report(
 ) -> Exit:
     """Draw a run as a page of HTML, or as SVG, that needs nothing beside it.
 
-    Bytes of each save and what plain full saves would take, capacity, the share of rows that
+    It shows the bytes of each save and of a plain full one, capacity, the share of rows that
     changed, seconds, and the chains; with prices also what a month of it costs.
     """
     from cnr_jax.cli.report.page import TOO_FEW, page_of
@@ -93,7 +93,7 @@ def _written(output: Path, data: bytes, force: bool, saves: int, as_json: bool) 
         finally:
             beside.unlink(missing_ok=True)
     else:
-        # It may have come while the root was read: that one is left alone.
+        # A file that came while the root was read is left alone.
         with output.open("xb") as file:
             file.write(data)
     if as_json:
