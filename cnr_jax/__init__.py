@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 # Type checkers and editors see where each name is from. When a program runs, a name is imported
-# when it is first asked for: what a root holds can be read without jax, Orbax and TensorStore,
-# which nearly everything else needs, and which take seconds to import.
+# when it is first asked for. So a root can be looked into without jax, Orbax and TensorStore, which
+# take seconds to import. Nearly everything else needs them.
 if TYPE_CHECKING:
     from cnr_jax import args as args
     from cnr_jax import errors as errors
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where public names are from, by module; those that are not here are modules themselves.
+# Public names by the module they are from; those that are not here are modules themselves.
 _HOMES = {
     "checkpointer.tuning": "tune",
     "checkpointer.restoring.restore": "Restored",
@@ -137,5 +137,5 @@ if not TYPE_CHECKING:
         importlib.import_module(f"{__name__}.handler")
 
     def __dir__() -> list[str]:
-        # As numpy and scipy have it: what is imported here for its own use is not offered.
+        # As in numpy and scipy: what this module imports for its own use is not offered.
         return sorted([*__all__, "__version__"])

@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line; says what to install where that is missing."""
+    """Runs the command line; if a package is missing, says what to install."""
     _open_closed_streams()
     try:
         from cnr_jax.cli.app import app
@@ -32,7 +32,7 @@ def _open_closed_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # The lowest number that is free: its own.
+            # It gets the lowest free number, which is that of the stream.
             nowhere = os.open(os.devnull, os.O_RDWR)
             stream = open(nowhere, mode, encoding="utf-8", closefd=False)
             setattr(sys, name, stream)

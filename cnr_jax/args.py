@@ -29,7 +29,7 @@ __all__ = ["Restore", "Save"]
 
 P = ParamSpec("P")
 
-# Of a step that holds one item, which a user does not name.
+# Name of the item of a step that holds one, which the user does not name.
 DEFAULT_ITEM = "default"
 
 
@@ -61,7 +61,7 @@ class Save(ocp.args.CheckpointArgs):
     touched: Touched | None = None
     full: bool = dataclasses.field(default=False, kw_only=True)
     exact: bool = dataclasses.field(default=False, kw_only=True)
-    # What `CnrHandler.plan` returned, where a manager of ours has planned it; a plain one of Orbax
+    # What `CnrHandler.plan` returned, if our manager has planned the save; a plain manager of Orbax
     # does not.
     _planned: Any = dataclasses.field(
         default=None, init=False, repr=False, compare=False
@@ -132,7 +132,7 @@ class Restore(ocp.args.CheckpointArgs):
         default=None, kw_only=True
     )
     ids: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
-    # An `Attempt` of a manager of ours, which goes on from it once all of it has succeeded.
+    # `Attempt` of our manager, which goes on from it once all of the restore has succeeded.
     _attempt: Any = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
@@ -227,7 +227,7 @@ def check_asked_alike(told: Sequence[Mapping[str, str]]) -> None:
 
 
 def only_root_by_position(init: Callable[P, None]) -> Callable[P, None]:
-    """Wraps a manager's `__init__`: names the form for arguments after the root."""
+    """Wraps a manager's `__init__`: refuses arguments by position after the root."""
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -336,7 +336,7 @@ def restore_args(
         state, partial = asked.item, False
         if isinstance(asked, ocp.args.PyTreeRestore):
             state, partial = state_of_pytree(asked)
-        # As Orbax does, whose own saves such a program restores too.
+        # Cast as by Orbax: such a program restores saves of Orbax too.
         return _replaced(args, asked, Restore(state, partial=partial, cast=True))
     if args is not None:
         return args
@@ -364,7 +364,7 @@ def check_restores_state(args: Any, item: str) -> None:
     """Checks that the arguments of the item with the state are a `Restore`.
 
     Raises:
-        OptionError: if they are.
+        OptionError: if they are others.
     """
     asked = _of_state(args, item)
     if asked is not None and not isinstance(asked, Restore):
@@ -402,7 +402,7 @@ def reads_state(args: ocp.args.CheckpointArgs, item: str | None) -> bool:
 
 
 def in_item(args: ocp.args.CheckpointArgs, item: str, held: str) -> ocp.args.Composite:
-    """Arguments of a restore for a step whose item of the state has another name.
+    """Arguments of a restore for a step in which the item of the state has another name.
 
     Args:
         args: arguments, as they were given.
@@ -431,7 +431,7 @@ def planned_args(
     state: Save | None,
     planned: Any,
 ) -> ocp.args.CheckpointArgs | None:
-    """Arguments of a save whose state carries its plan to the handler."""
+    """Arguments of a save in which the state carries its plan to the handler."""
     if state is None:
         return args
     own = dataclasses.replace(state)
@@ -440,7 +440,7 @@ def planned_args(
 
 
 def attempted_args(args: ocp.args.CheckpointArgs, attempt: Any) -> Any:
-    """Arguments of a restore whose items of this library carry the attempt to the handler."""
+    """Arguments of a restore in which items of ours carry the attempt to the handler."""
     composite = isinstance(args, ocp.args.Composite)
     for each in args.values() if composite else (args,):
         if isinstance(each, Restore):

@@ -1,8 +1,8 @@
 """Encoding of the rows of a run: the codec of each leaf, its bits, and compression.
 
 Some of it is given by options, some is inherited from the run that goes on, and the rest has
-defaults; the three come together here. The invariant to remember: what is given always wins,
-field by field, and a width that would choose nothing is refused only where it was given.
+defaults; the three come together here. To remember: what is given always wins, field by field. A
+width that no codec takes is refused only if it was given.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from cnr_jax.rows.codecs.base import WIDEST
 from cnr_jax.rows.codecs.residual import is_on_step
 from cnr_jax.rows.codecs.slots import moments_codec, slot_codec
 
-# Where nothing is given, and no run goes on.
+# Defaults, if nothing is given and no run goes on.
 _CODEC, _BITS, _SLOT_CODEC = "adaptive", 4, "raw"
 _LEAVES = ("table", "slot")
-# What stands for the codecs of slots by their names.
+# Values of `slot_codec` that choose a codec by the name of each slot.
 _BY_NAME = ("auto", "moments")
 _OF_TABLES = tuple(field.name for field in dataclasses.fields(TableOptions))
 _NOTHING = TableOptions()
@@ -67,7 +67,7 @@ class Encoding:
 
     Attributes:
         tables: options of single tables, by name.
-        may_be_named: whether a policy may name the codec of a save, which takes bits then.
+        may_be_named: whether a policy may name the codec of a save, and that may take bits.
         inherited: names of the options that come from the run that goes on; those of a table are
             written `tables.user.bits`.
     """
@@ -161,14 +161,14 @@ class Encoding:
                     check_readable(self._codec(name, leaf, bits, "squares"))
 
     def _has_use(self, name: str, bits: Any = None) -> bool:
-        """Whether bits of a table, or of all, reach a codec that takes any, or has just these."""
+        """Whether bits of a table, or of all tables, reach a codec that takes or has them."""
         heirs = [name]
         if not name:
             heirs += [t for t in self.tables if not _given(self._value(t, "bits"))]
-        # A policy names it for all but tables with one of their own.
+        # A policy names the codec of all tables but those with one of their own.
         if self.may_be_named and (not name or not _given(self._value(name, "codec"))):
             return True
-        # That of slots by their names has bits of its own.
+        # Codecs by the names of slots have bits of their own.
         return any(
             (codec := self._codec_named(heir, leaf)) not in _BY_NAME
             and reads_bits(codec, bits)
@@ -180,7 +180,7 @@ class Encoding:
         return any(self._value(n, "bits") == "auto" for n in ("", *self.tables))
 
     def says_rounding(self, table: str) -> bool:
-        """Whether a codec or bits are given for a table or for all, so that its user knows."""
+        """Whether a codec or bits are given for a table or for all: then the user knows of it."""
         names = ("codec", "bits")
         return any(_given(self._value(t, n)) for t in ("", table) for n in names)
 
@@ -243,9 +243,9 @@ class Encoding:
     ) -> Codec:
         """The codec for rows of `width` elements of a leaf (`"table"` or a slot's name).
 
-        If bits are "auto" they are `auto_bits`. None stands for those of the expected restores,
-        which are not the bits of a table that is small among others. `moment` says which of a pair
-        of moments a slot is.
+        `auto_bits` is the width for bits "auto". None stands for the width of the expected
+        restores, even for a table that is small among others. `moment` says which of a pair of
+        moments a slot is.
 
         Some rows are stored raw: those that a quantizer would not make smaller or cannot encode
         (integers, double precision), and those so wide that one range for all their elements
@@ -323,7 +323,7 @@ class Encoding:
     # What the run that goes on tells.
 
     def entry(self) -> EncodingEntry:
-        """Entry for manifests, in which defaults are spelled out, so that these may change."""
+        """Entry for manifests. It spells defaults out, so that these may change."""
         bits = self.bits
         if isinstance(bits, NotGiven):
             bits = _BITS if self._has_use("") else None
@@ -344,7 +344,7 @@ class Encoding:
         )
 
     def inheriting(self, stored: EncodingEntry, tables: Collection[str]) -> Encoding:
-        """This encoding, with options that are not given as in a run that goes on.
+        """This encoding; options that are not given are taken from a run that goes on.
 
         Args:
             stored: entry of the run's manifest.
@@ -352,8 +352,8 @@ class Encoding:
                 out.
 
         Raises:
-            OptionError: if bits are given, but only codecs are inherited that have none; or if a
-                codec or the compression of the run is not known here.
+            OptionError: if bits are given, but no inherited codec takes any; or if a codec or the
+                compression of the run is not known here.
         """
         found: dict[str, Any] = {}
         for name in _OF_ALL:
@@ -370,7 +370,7 @@ class Encoding:
             for table, own in stored.tables.items()
             if table in tables
         }
-        # First with all of it: only then it shows which bits reach a codec.
+        # First with all inherited options: only then it shows which bits reach a codec.
         whole = self._with(found, of_tables)
         # Widths that no codec takes any more, because another one is given.
         for table, own in (("", found), *of_tables.items()):
@@ -414,13 +414,13 @@ class Encoding:
             yield f"{name}={self._value(table, own)!r}"
 
     def differing(self, stored: EncodingEntry) -> Iterator[str]:
-        """Yields options given otherwise than in a run that goes on: `bits=8 (was 4)`."""
+        """Yields given options that differ from those of a run that goes on: `bits=8 (was 4)`."""
         places = [("", name) for name in _OF_ALL]
         places += [(table, name) for table in self.tables for name in _OF_TABLES]
         for table, name in places:
             said = f"tables.{table}.{name}" if table else name
             value = self._value(table, name)
-            # What is not said of one table alone is as of all.
+            # A table without a value of its own has that of all tables.
             was = getattr(stored.tables.get(table), name, None)
             was = getattr(stored, name) if was is None else was
             is_own = _given(value) and said not in self.inherited

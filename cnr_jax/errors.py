@@ -46,8 +46,8 @@ class CnrError(Exception):
             self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # How pickle and copy make another. Python's own would call the class with the text alone,
-        # and leave out what `OSError` keeps beside its variables.
+        # How pickle and copy make another. Python's own way would call the class with the text
+        # alone, and leave out what `OSError` keeps beside its variables.
         return _blank, (type(self), self.args), self._facts()
 
     def _facts(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class CnrError(Exception):
         return error
 
 
-# Steps that a text names of those that cannot be restored.
+# Most steps that a text names of those that cannot be restored.
 _MOST_OBSTACLES = 10
 # What `OSError` keeps of the system's error.
 _OF_SYSTEM = ("errno", "strerror", "filename", "filename2")

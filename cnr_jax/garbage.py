@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage, held off while many objects are made that are none."""
+"""Python's search for cyclic garbage, held off while many objects are made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """No search for cyclic garbage meanwhile; also a decorator.
+    """Holds off the search for cyclic garbage; also a decorator.
 
-    For what makes many objects in a bounded time: those of a thousand tables are a million, among
-    which it would be looked for again and again, a third of the time of a restore.
+    For code that makes many objects in a bounded time. A thousand tables make a million objects.
+    To search them again and again would take a third of the time of a restore.
     """
     enabled = gc.isenabled()
     gc.disable()

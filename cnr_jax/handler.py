@@ -245,7 +245,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         def check() -> None:
             ledger = self.open(root, item)
             runs = self._planner.runs
-            # Else no train step is waited for.
+            # Only then, as it waits for the train step.
             if runs.current is None and (ledger.checkpoints() or ledger.others()):
                 runs.check_origin(ledger, moment_of(args.touched))
 
@@ -275,7 +275,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         except errors.CnrError as error:
             self.planning.raise_on_all(error)
         except Exception as error:
-            # Such as memory that ran out: other processes must not wait for it.
+            # Such as memory that ran out: other processes must not wait for this one.
             self.planning.refuse(save_error(error, names.step_number(place.directory)))
             raise
         if not self._has_said_at_first:
@@ -290,7 +290,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             return self._launch(flight, changed, directory, None)
         directories = Directories()
         try:
-            # jax refuses what follows inside jit, in words of its own.
+            # First: inside jit, jax would refuse what follows in words of its own.
             check_concrete(args.state, args.touched)
             with own_settings():
                 flight, changed = self.plan(place_of(directory), args)
@@ -301,7 +301,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.lifecycle.end_writing(*self.lifecycle.open)
             raise
         flights = self._launch(flight, changed, directory, directories)
-        # Nobody knows when training goes on.
+        # Orbax does not tell when training goes on.
         flight.returned.open()
         return flights
 
@@ -380,7 +380,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
             return found, self.writer.ledger_to_be(place)
 
-        # Of several processes each would put together its part of another state.
+        # Asked for unlike restores, each process would put together a part of another state.
         said = asked_for(args) if jax.process_count() > 1 else {}
         found, ledger = all_succeed(self.channel, read, said, check_asked_alike)
         restored = found.put_together(started, attempt.passed_over if attempt else ())

@@ -147,7 +147,7 @@ def _check_is_new(root: AnyPath) -> None:
 
 
 def _check_is_outside(root: AnyPath, source: AnyPath) -> None:
-    """Checks that the new root does not lie in the old one, of which no file may change.
+    """Checks that the new root does not lie in the old one, where no file may change.
 
     Raises:
         OptionError: if it does.
@@ -164,10 +164,10 @@ def _check_is_outside(root: AnyPath, source: AnyPath) -> None:
 def _check_is_of_orbax(
     root: AnyPath, item: str, step: int | None, named: Callable[[str], bool] | None
 ) -> None:
-    """Checks that a step is of plain Orbax: values of this library's may be rounded.
+    """Checks that plain Orbax saved a step: values that this library saved may be rounded.
 
     Raises:
-        OptionError: if it is.
+        OptionError: if this library saved it.
     """
     for directory in step_directories(root, named):
         if step_number(directory) != step:

@@ -12,14 +12,14 @@ from typing import Any
 
 from cnr_jax.errors import OptionError
 
-# Of every count, size, offset and step on disk. Python reads integers of any size, and would add
-# them up, but arrays cannot be indexed by them nor texts made of them.
+# The largest count, size, offset or step on disk. Python reads integers of any size and adds them
+# up, but cannot index arrays by them, nor make texts of them.
 LARGEST = 2**63 - 1
 NOT_IN_JIT = "  hint: call save after the train step, outside of jax.jit"
 
 
 def integer(value: Any) -> int | None:
-    """The integer that a value is; None if it is none, as are truth values and 3.0.
+    """Returns a value as Python's integer; None if it is none, as are truth values and 3.0.
 
     Example:
         >>> import numpy as np
@@ -43,12 +43,12 @@ def take_integers(owner: Any, *fields: str) -> None:
 
 
 def step_or_newest(step: Any, hint: str = "") -> int | None:
-    """A step as `checked_step` takes it, or None for the newest."""
+    """Returns a step as `checked_step` does, or None for the newest."""
     return None if step is None else checked_step(step, hint)
 
 
 def checked_step(step: Any, hint: str = "") -> int:
-    """A step as Python's own integer.
+    """Returns a step as Python's own integer.
 
     Args:
         step: step, as a user gave it.
@@ -61,7 +61,7 @@ def checked_step(step: Any, hint: str = "") -> int:
     if found is not None and 0 <= found <= LARGEST:
         return found
     if found is None:
-        # Not imported: roots are read without jax.
+        # By its name, as jax is not imported here: roots are read without it.
         if "Tracer" in type(step).__name__:
             raise OptionError(f"a step is an integer, got a tracer\n{NOT_IN_JIT}")
         fact = f"a step is an integer, got {reprlib.repr(step)}"

@@ -1,4 +1,4 @@
-"""The object of the training loop: Orbax's `CheckpointManager` with chains it understands."""
+"""The object of the training loop: Orbax's `CheckpointManager`, with chains that it keeps whole."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class CheckpointManager(ocp.CheckpointManager):
     def _make_saves(
         self, orbax_options: ocp.CheckpointManagerOptions, options: Options
     ) -> None:
-        """What its saves go through."""
+        """Makes the parts that its saves go through."""
         handler, channel, writer = self._handler, self._channel, self._handler.writer
         committer = committer_of(
             self._root, orbax_options, writer.discard, writer.check_claim
@@ -383,7 +383,7 @@ class CheckpointManager(ocp.CheckpointManager):
             urgent=last,
         )
         waits = not self._steps.options.enable_async_checkpointing
-        # Of the last one of a run nothing must fall, and it is committed after those before.
+        # Such a save is committed after those before; the last of a run must not fall with them.
         alone = last or waits or state is None
         self._handler.planning.wait(lambda: self._saves.make_room(alone=alone))
         save = begin()
@@ -579,7 +579,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 itself.
         """
         if self._calls.is_forked:
-            return  # such as at the end of `with`, of a child that ends in it
+            return  # such as at the end of a `with` in which a child was forked
         self._calls.refuse_inside("close")
         try:
             self.wait_until_finished()

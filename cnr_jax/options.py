@@ -30,7 +30,7 @@ _INTEGERS = (
     "max_staging_bytes",
     "timeout_secs",
 )
-# They name no codecs; one of the user's own may.
+# Policies of ours: they name no codecs, as one of the user's own may.
 _POLICIES = (Full, OneShot, Consecutive, Intermittent)
 _TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
 

@@ -14,16 +14,16 @@ from cnr_jax import errors
 from cnr_jax.state.table import Path, flatten_paths, key_strings
 
 RESTORE = "cnr_jax.args.Restore(state)"
-# Of Orbax's own arguments those for whole states.
+# Orbax's own arguments for whole states.
 STATES_SAVED = ocp.args.StandardSave, ocp.args.PyTreeSave
 STATES_RESTORED = ocp.args.StandardRestore, ocp.args.PyTreeRestore
 
 
 def state_of_pytree(asked: ocp.args.PyTreeRestore) -> tuple[Any, bool]:
-    """The state that `PyTreeRestore` asks for, and whether for a part of what is stored.
+    """Returns the state that `PyTreeRestore` asks for, and whether it is a part of what is stored.
 
     Raises:
-        OptionError: if it asks for something that is not part of a state.
+        OptionError: if it asks for something that a restore of a state cannot do.
     """
     is_part = asked.transforms == {} and asked.transforms_default_to_original
     if (asked.transforms is not None and not is_part) or asked.legacy_transform_fn:
@@ -86,7 +86,7 @@ class AsStored:
 
 
 def with_stored_shapes(state: Any, stored: Callable[[], Mapping[Path, Any]]) -> Any:
-    """A state whose leaves `AsStored` have the shapes and dtypes of a checkpoint.
+    """Gives leaves `AsStored` of a state the shapes and dtypes of a checkpoint.
 
     Args:
         state: state that is asked for.
@@ -108,12 +108,12 @@ def with_stored_shapes(state: Any, stored: Callable[[], Mapping[Path, Any]]) -> 
 
 def _has_shape(leaf: Any) -> bool:
     if isinstance(leaf, ocp.RestoreArgs):
-        return False  # has both, of what it asks for
+        return False  # these are arguments, and no leaf
     return all(getattr(leaf, name, None) is not None for name in ("shape", "dtype"))
 
 
 def _as_given(leaf: Any) -> Any:
-    """A leaf of an item without arguments of its own; what says nothing, as it is stored."""
+    """A leaf of an item without restore arguments; `AsStored` if it says no shape."""
     if leaf is ocp.PLACEHOLDER:
         hint = "cnr_jax.args.Restore(state, partial=True), and a state without these leaves"
         raise not_taken("PyTreeRestore", "placeholders", hint)
@@ -156,7 +156,7 @@ def _is_key(dtype: Any) -> bool:
 
 
 def not_taken(name: str, what: str, hint: str) -> errors.OptionError:
-    """The error that says that a state is not restored so, and by what it is."""
+    """Error that says by what a state is not restored, and by what it is."""
     with_what = f" with {what}" if what else ""
     return errors.OptionError(
         f"a state that cnr_jax saved is not restored by {name}{with_what}\n"

@@ -28,12 +28,12 @@ from cnr_jax.policy import (
     since_baseline,
 )
 
-# `zarr.json` and the checksum of an array of one chunk, and both manifests, as real saves of one
-# to ten tables have them.
+# Bytes of `zarr.json` and the checksum for an array of one chunk, and of both manifests, as in real
+# saves of one to ten tables.
 _ARRAY_BYTES = 280
 _MANIFEST_BYTES = 2_100
 _TABLE_MANIFEST_BYTES = 900
-# Of an element, as some codec stores it.
+# Bits of an element, as some codec stores it.
 _WIDTHS = (1, 2, 3, 4, 8, 16, 32)
 
 
@@ -245,7 +245,6 @@ def simulate(
         policy          bytes  smaller  fulls  restore reads  disk holds
     """
     model = model or ByteModel()
-    # A name for each: two of a kind are told apart by their place.
     chosen = _checked_policies(policies)
     every = _interval(every)
     tables = _checked(accesses, every, rows or {})
@@ -266,6 +265,7 @@ def simulate(
         sized = functools.partial(_sized, save, last, model)
         for each in followed:
             each.save(sized)
+    # Two policies of one name are told apart by their place.
     names = [policy.name for policy in chosen]
     return Simulation(
         {

@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, on its way to a terminal, a log or a page; and numbers of things.
+"""Text that somebody else wrote, on its way to a terminal, a log or a page; and counts of things.
 
 Names of tables, folders and items, and the contents of crafted files, come from whoever wrote the
 root. They leave the library in its errors, its log and its tables of text, and all pass here.
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Where lines of ours begin in a text of several: what follows the fact is indented.
+# Where lines of ours begin in a text of several lines: those after the fact are indented.
 _OWN_LINE = re.compile(r"\n(?=  )")
 
 

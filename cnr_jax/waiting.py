@@ -1,4 +1,4 @@
-"""Threads that may run or not, and waiting for them: what an interrupt leaves whole."""
+"""Threads that may run or not, and waiting for them, whatever is interrupted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# How often a wait looks again: who says that it is over may be interrupted in that.
+# How often a wait looks again: a thread that ends it may be interrupted before it says so.
 _POLL_SECS = 1.0
-# How long a failed save is waited for to stop writing; it does within a chunk or two.
+# How long to wait until a failed save stops writing; it does within a chunk or two.
 STOP_SECS = 60.0
 _NOBODY = ()
 
@@ -21,7 +21,7 @@ class Gate:
     `threading.Event` stays locked for good if an interrupt comes where Python has just locked it.
 
     Attributes:
-        is_open: whether it is.
+        is_open: whether it is open.
     """
 
     def __init__(self) -> None:
@@ -47,19 +47,19 @@ class Gate:
 
 
 class Job:
-    """Work of another thread, and what is known of it: more than the thread can tell.
+    """Work of another thread, of which more is known than the thread can tell.
 
-    Who is interrupted in `Thread.start` does not know whether the thread runs, or is about to; one
-    that somebody was interrupted in waiting for Python may take for ended, though it goes on.
+    After an interrupt in `Thread.start` nobody knows whether the thread runs, or is about to. After
+    an interrupt in a wait for a thread, Python may take it for ended, though it goes on.
     """
 
     def __init__(self) -> None:
-        # Who does it, under one key: `setdefault` finds out who came first, and notes it, at once.
+        # The thread that does it, under one key: `setdefault` finds and notes who came first.
         self._owner: dict[str, tuple[int, ...]] = {}
         self._over = Gate()
 
     def start(self, name: str, work: Callable[..., Any], *args: Any) -> None:
-        """Lets a thread do the work; once more, after an interrupt, in case that none does."""
+        """Lets a thread do the work. Call it again after an interrupt, in case that none does."""
         if not self.has_begun:
             threading.Thread(target=self.run, args=(work, *args), name=name).start()
 
@@ -74,7 +74,7 @@ class Job:
             self._over.open()
 
     def give_up(self) -> bool:
-        """Keeps it from beginning; returns whether it has not begun, and never will."""
+        """Keeps the work from beginning; returns whether it has not begun, and never will."""
         never = self._owner.setdefault("", _NOBODY) is _NOBODY
         if never:
             self._over.open()
@@ -96,22 +96,23 @@ class Job:
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread is doing it."""
+        """Whether this thread is doing the work."""
         mine = self._owner.get("") == (threading.get_ident(),)
         return mine and not self._over.is_open
 
 
 def wait_for(future: Any, check: Callable[[], None]) -> None:
-    """Waits for a future, unless it waits for a process that has failed.
+    """Waits for a future, unless that waits for a process that has failed.
 
-    One of Orbax's does: other processes write into what process 0 has made.
+    A future of Orbax does: other processes write into what process 0 has made.
 
     Args:
-        future: of Orbax, or of Python.
-        check: called every second; what it raises ends the wait, and cancels the future.
+        future: future of Orbax, or of Python.
+        check: function that is called every second; what it raises ends the wait, and cancels the
+            future.
 
     Raises:
-        Exception: as `check`, or the work of the future.
+        Exception: what `check` raises, or the work of the future.
     """
     while True:
         started = time.monotonic()
@@ -120,7 +121,7 @@ def wait_for(future: Any, check: Callable[[], None]) -> None:
             return
         except TimeoutError:
             if time.monotonic() - started < _POLL_SECS:
-                raise  # an error of its own
+                raise  # its own work has timed out
         try:
             check()
         except Exception:
