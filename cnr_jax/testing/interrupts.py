@@ -1,7 +1,7 @@
 """An interrupt, as by Ctrl-C, at a chosen moment of a call in this process.
 
 Python looks for signals where a function begins, where a function that is written in C has
-returned, and where a loop jumps back. An interrupt is raised at such a place alone, those of this
+returned, and where a loop jumps back. Interrupts are raised at such places alone, those of this
 module too.
 """
 
@@ -46,7 +46,7 @@ _SIGINT: Any = _Signal()
 def interrupting(
     nth: int, within: Sequence[str | os.PathLike[str]] = (_PACKAGE,)
 ) -> Iterator[Interrupt]:
-    """Interrupts the main thread once. Its moments are the begins and ends of functions that count.
+    """Interrupts the main thread once, at a moment when a function that counts begins or ends.
 
     Use it in the main thread, while SIGINT raises KeyboardInterrupt, as it does unless told
     otherwise. A function that is written in C has one moment, its end.
