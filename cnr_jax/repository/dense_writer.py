@@ -14,13 +14,13 @@ from cnr_jax.repository.store.arrays import CHUNK_BYTES, ArrayWriter
 
 
 class DenseWriter:
-    """Writes the tiles of one process in their order.
+    """Writer of the dense leaves of one process, tile after tile.
 
     Args:
-        directory: of the item; it must exist.
+        directory: directory of the item; it must exist.
         process: index of this process.
-        tiles: one after the other; none: nothing is written.
-        compression: of the array; None: none.
+        tiles: tiles in the order of their bytes; none: nothing is written.
+        compression: compression of the array; None: none.
         syncs: whether files are synced with their folders as they are written.
     """
 
@@ -43,26 +43,26 @@ class DenseWriter:
             )
 
     def append(self, data: np.ndarray) -> None:
-        """Writes the next bytes, which nobody may change any more."""
+        """Writes the next bytes, which must not change any more."""
         assert self._writer is not None
         self._writer.append(data, copies=False)
         if data.nbytes > CHUNK_BYTES:
-            # A part that is still referred to keeps all of it, which counts as written now.
+            # A write in progress keeps all of `data` in memory, which counts as free from now on.
             self._writer.drain()
 
     def end(self) -> None:
-        """Starts to write what is left: nothing more is appended."""
+        """Starts to write what is left; nothing more may be appended."""
         if self._writer is not None:
             self._writer.end()
 
     def finish(self) -> DensePart | None:
-        """Waits until all is on storage; None where there was nothing."""
+        """Waits until all is on storage; returns None if there was nothing to write."""
         if self._writer is None:
             return None
         array = self._writer.finish()
         assert array is not None
         if self._syncs:
-            # As of rows: the folder of each file is synced with it, those above are not.
+            # As for rows: TensorStore syncs each file with its folder, but not the folders above.
             sync_directory(self._path)
         else:
             sync_tree(self._path)

@@ -1,4 +1,4 @@
-"""The manifest of a save: what all wrote is looked at, described and made durable, in an item."""
+"""Writing `manifest.json`: checks what all processes wrote, describes it and makes it durable."""
 
 from __future__ import annotations
 
@@ -54,30 +54,31 @@ def write_manifest(
     encoding: EncodingEntry,
     started_secs: float,
 ) -> tuple[Manifest, int, list[ProcessManifest]]:
-    """Checks that all processes have written their part, and commits it.
+    """Checks that all processes have written their part of a save, and writes its manifest.
 
     Args:
-        directory: of the item.
-        plan: of the save.
+        directory: directory of the item.
+        plan: plan of the save.
         own: what this process has written.
-        history: of the branch since its latest full save, without this one.
-        tables: of the state, as the manifest lists them.
-        dense_leaves: of the state, which belong to no table, as the manifest lists them.
+        history: saves of the branch since its latest full save, without this one.
+        tables: tables of the state, as the manifest lists them.
+        dense_leaves: leaves of the state that belong to no table, as the manifest lists them.
         tracking: how changed rows were found.
-        recorded_clock: of the touched rows, if there are any that were used.
-        fingerprint_clock: of the stamps made from fingerprints, if these chose the rows.
-        encoding: of the rows of its run, codecs of single saves aside.
+        recorded_clock: clock of the touched rows; None: none were used.
+        fingerprint_clock: clock of the stamps made from fingerprints; None: these did not choose
+            the rows.
+        encoding: encoding of the rows of the run, codecs of single saves aside.
         started_secs: reading of `time.perf_counter` when the save was asked for.
 
     Order: everything that the manifest names is durable before the manifest is written, and
     the manifest is durable before the step is committed.
 
     Returns:
-        The manifest, its bytes, and the manifests of all processes.
+        The manifest, its size in bytes, and the manifests of all processes.
 
     Raises:
         IntegrityError: if a process manifest is missing or belongs to another save.
-        ManifestError: if what all have written is not all of the state.
+        ManifestError: if the processes together have not written all of the state.
     """
     digests, processes = _read_processes(directory, plan.uuid, own)
     tiles = [tile for process in processes for tile in process.tiles]
@@ -151,7 +152,7 @@ def _read_processes(
 def totals_of(
     processes: list[ProcessManifest], digests: tuple[FileDigest, ...]
 ) -> Totals:
-    """Rows and bytes of a step whose processes have written these manifests."""
+    """Adds up the rows and bytes of a step from the manifests of its processes."""
     arrays = sum(
         _bytes_of(entry) for process in processes for entry in process.arrays.values()
     )
@@ -168,7 +169,7 @@ def totals_of(
 
 
 def _bytes_of(entry: ArrayEntry) -> int:
-    """Bytes of the files of an array: whole chunks, a checksum each, and `zarr.json`."""
+    """Bytes of the files of an array: whole chunks, each with its checksum, and `zarr.json`."""
     return sum(file_bytes(entry)) + entry.metadata_bytes
 
 
@@ -178,8 +179,8 @@ def _motion(
     """How far rows have moved; None if that is not known."""
     counted = {table for each in processes for table in each.row_errors or ()}
     if not counted:
-        # Such as in a save of all bits: those that would be rounded in another one; all of a run
-        # that rounds nothing.
+        # No row was rounded, such as in a save of all bits. Then the tables count that another save
+        # would round, or all tables in a run that rounds nothing.
         told = {table for each in processes for table in each.motion or ()}
         counted = {n for n in told if not encoding.is_exact(n)} or told
     return joined_motion(
@@ -196,7 +197,7 @@ def _history(
     totals: Totals,
     started_secs: float,
 ) -> tuple[HistoryEntry, ...]:
-    """The history of the branch, this save the last of it."""
+    """The history of the branch, with this save as its last entry."""
     saved = HistoryEntry(
         step=plan.step,
         kind=plan.kind,
@@ -209,7 +210,7 @@ def _history(
 
 
 def _rows(process: ProcessManifest) -> int:
-    """Rows of tables, counted in their first column tile and without escaped ones twice."""
+    """Number of rows of tables: each counts once, however many tiles and segments hold it."""
     return sum(
         process.row_ids[tile.segments[0].row_ids].count
         for tile in process.tiles
@@ -221,13 +222,13 @@ def _rows(process: ProcessManifest) -> int:
 
 
 def software() -> dict[str, str]:
-    """Versions of what writes manifests."""
+    """Versions of the software that writes manifests."""
     return {"cnr_jax": _version("cnr-jax"), "jax": jax.__version__}
 
 
 @functools.cache
 def _version(package: str) -> str:
-    # Looked for among all installed packages: 1 ms.
+    # The search among all installed packages takes 1 ms.
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

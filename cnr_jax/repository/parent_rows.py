@@ -1,7 +1,7 @@
-"""Rows as they are stored in the step that a save rests on: what differences are taken to.
+"""Rows as they are stored in the step that a save rests on; the save stores differences to them.
 
-They are read back from that step, and kept for the next save, together with what each save writes.
-Nothing has to be said when a save fails: its rows are asked for by nobody, as no step rests on it.
+They are read back from that step. What each save writes is kept for the next one. Nobody has to
+tell when a save fails: as no step rests on it, no save asks for its rows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cnr_jax.rows.codecs.moments import Unit
 from cnr_jax.rows.codecs.residual import Residual
 from cnr_jax.state.layouts import layout_from
 
-# How often who waits for a save looks whether its thread has ended, or was kept from beginning.
+# How often a thread that waits for rows of a save looks whether the save's thread has ended.
 _POLL_SECS = 1.0
-# Table, leaf and box.
+# Table, leaf and box of a tile.
 TileKey = tuple[str, str, Box]
 
 
@@ -38,9 +38,10 @@ class WrittenTile:
     """Rows of a tile that a save has written.
 
     Attributes:
-        codec: of the rows.
-        positions: of them in the tile; None: all.
-        parts: of the rows, with integers as they are read, not as they are stored; of means none.
+        codec: codec of the rows.
+        positions: positions of the rows in the tile; None: all.
+        parts: parts of the rows, with integers as they are read, not as they are stored; empty for
+            means.
     """
 
     codec: Residual
@@ -51,24 +52,24 @@ class WrittenTile:
 class ParentRows:
     """Parts of all rows of tiles as they are in one step, mostly the parent of the next save.
 
-    From any thread.
+    Any thread may call it.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # Steps whose rows are being written, or read back; whether that is over all the same.
+        # By uuid, saves whose rows are being written or read back: whether their thread has ended.
         self._writing: dict[str, Callable[[], bool]] = {}
         self._uuid = ""
         self._tiles: dict[TileKey, WrittenTile] = {}
-        # Of the last save: its uuid, that of what it rests on, empty if on nothing, and its rows.
+        # Uuid of the last save, uuid of its parent, empty if it has none, and its rows.
         self._last: tuple[str, str, dict[TileKey, WrittenTile]] = "", "", {}
 
     def begin(self, uuid: str, is_over: Callable[[], bool]) -> None:
-        """Has those that rest on a save wait for its rows, before its thread writes them.
+        """Has saves that rest on this one wait for its rows, from before its thread writes them.
 
         Args:
-            uuid: of the save.
-            is_over: whether its thread has ended, or never begins.
+            uuid: uuid of the save.
+            is_over: function that says whether the save's thread has ended, or will never begin.
         """
         with self._changed:
             for each in [each for each, over in self._writing.items() if over()]:
@@ -77,7 +78,7 @@ class ParentRows:
 
     @contextlib.contextmanager
     def writing(self, uuid: str) -> Iterator[None]:
-        """While a save writes its rows, those that rest on it wait for these."""
+        """Context in which a save writes its rows, while saves that rest on it wait for them."""
         self.begin(uuid, _never)
         try:
             yield
@@ -95,7 +96,7 @@ class ParentRows:
     def note(
         self, uuid: str, parent: ParentRef | None, tiles: Mapping[TileKey, WrittenTile]
     ) -> None:
-        """Keeps what a save has written, until the next one has."""
+        """Keeps the rows that a save has written, until the next save has written its own."""
         with self._changed:
             self._last = uuid, parent.uuid if parent else "", dict(tiles)
 
@@ -109,13 +110,13 @@ class ParentRows:
         """Parts of all rows of tiles in a step; tiles that differences cannot rest on are left out.
 
         Args:
-            root: holds the step.
-            item: of it.
-            parent: the step.
-            keys: tiles, and the codec that they are to have there.
+            root: root that holds the step.
+            item: name of the item in it.
+            parent: reference to the step.
+            keys: for each tile the codec that it is to have there.
 
         Raises:
-            CnrError: if they cannot be read.
+            CnrError: if the rows cannot be read.
         """
         with self._changed:
             while not self._writing.get(parent.uuid, _always)():
@@ -128,7 +129,7 @@ class ParentRows:
             if missing:
                 self._writing[parent.uuid] = _never
         if missing:
-            # Without the lock: other saves write meanwhile.
+            # Without the lock, so that other saves can write meanwhile.
             with self.writing(parent.uuid):
                 tiles |= _read_tiles(root, item, parent, missing)
                 with self._changed:
@@ -141,7 +142,7 @@ class ParentRows:
         }
 
     def _go_to(self, uuid: str) -> None:
-        """Brings what is kept to the state of a step, if that is known."""
+        """Brings the kept rows to those of a step, if they follow from the last save."""
         last, parent, tiles = self._last
         if uuid != last or parent not in ("", self._uuid):
             return
@@ -160,14 +161,14 @@ def _always() -> bool:
 
 
 def _put(tiles: dict[TileKey, WrittenTile], key: TileKey, new: WrittenTile) -> None:
-    """Puts rows that were written in the places of those that there were."""
+    """Puts written rows in their places in a tile; a tile that is then not whole is dropped."""
     before = tiles.get(key)
     if new.positions is None:
         tiles[key] = new
     elif before is None or before.codec != new.codec:
         tiles.pop(key, None)
     else:
-        # Copies: another save may be reading those that there were.
+        # Copies, as another save may be reading the arrays that were there.
         parts = {name: part.copy() for name, part in before.parts.items()}
         for name, part in parts.items():
             part[new.positions] = new.parts[name]
@@ -177,10 +178,10 @@ def _put(tiles: dict[TileKey, WrittenTile], key: TileKey, new: WrittenTile) -> N
 def _read_tiles(
     root: AnyPath, item: str, parent: ParentRef, keys: Mapping[TileKey, Residual]
 ) -> dict[TileKey, WrittenTile]:
-    """Tiles as they are stored in a step; those of other codecs are left out.
+    """Reads tiles as they are stored in a step; tiles of other codecs are left out.
 
     Raises:
-        CnrError: if they cannot be read, or another checkpoint is in its place.
+        CnrError: if they cannot be read, or another checkpoint is in the place of the step.
     """
     chain = open_chain(root, parent.directory, item)
     if (uuid := chain[-1].manifest.uuid) != parent.uuid:
@@ -200,9 +201,9 @@ def _read_tiles(
 def _read(
     chain: Sequence[StepReader], table: str, leaf: str, box: Box, codec: Residual
 ) -> Parts | None:
-    """The parts of all rows of a tile that are its own; None if not all are of the one codec.
+    """Reads the parts of all rows of a tile; None if some have another codec, exact rows aside.
 
-    Of means only whether it is so: what they are added to are shared parts.
+    Means are added to parts of their squares, so of them no parts are read: the result is empty.
     """
     entry = chain[-1].tables.get(table)
     if entry is None or all(each.name != leaf for each in entry.leaves):
@@ -223,7 +224,7 @@ def _read(
         if held.encoding.trailing != tuple(stop for _, stop in whole):
             return None
     if isinstance(codec, Unit):
-        # Of what is stored exactly in between the squares are not with the means.
+        # A checkpoint that stores rows only exactly has no squares beside its means.
         return {} if others and exact <= others else None
     merged = wanted.merged(box)
     return merged.parts if merged.encoding.codec == codec else None

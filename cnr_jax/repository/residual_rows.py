@@ -1,6 +1,6 @@
-"""Rows of runs that are encoded on the host, and stored as differences to the save below.
+"""Rows that are encoded on the host, and stored as differences to the rows of the save below.
 
-Those of means of gradients are stored beside the rows of their squares, which come before them.
+Means of gradients are stored beside the rows of their squares, which come before them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cnr_jax.rows.tiling import Program, chunk_rows, host_device, program_rows
 
 
 class ResidualRows:
-    """Encodes the rows of runs whose codec takes differences, and takes away what lies below.
+    """Encodes rows whose codec takes differences, and subtracts the rows below them.
 
     Args:
-        plans: of the runs, in the order of their rows.
+        plans: plans of the runs, in the order of their rows.
         below: parts of all rows of tiles as they are in the step that the save rests on.
-        device: encodes.
+        device: device that encodes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ResidualRows:
             self._runs.append(run)
 
     def encoded(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Yields chunks, those of such rows encoded."""
+        """Yields chunks in their order; encodes those whose codec takes differences."""
         done = 0
         for chunk in chunks:
             parts = self._parts(done, chunk.count)
@@ -57,7 +57,7 @@ class ResidualRows:
             done += chunk.count
 
     def stored(self, parts: Parts, done: int, count: int) -> Parts:
-        """What is stored of rows that begin at `done`: differences where they rest on others."""
+        """Parts of rows from `done` on, as they are stored: differences if they rest on others."""
         ours = self._parts(done, count)
         if not ours:
             return parts
@@ -68,18 +68,21 @@ class ResidualRows:
         return {n: np.concatenate([each[n] for each in found]) for n in found[0]}
 
     def below(self, run: int) -> str | None:
-        """Digest of what the rows of a run are added to; None if they replace it."""
+        """Digest of the rows that a run is added to; None if the run replaces them."""
         found = self._runs[run]
         if found is None or not found.adds:
             return None
         return (found.beside or found).digest.hexdigest()
 
     def written(self) -> dict[TileKey, WrittenTile]:
-        """All rows of tiles that were stored."""
+        """The rows that were written, by tile, for the save that rests on this one."""
         return {run.plan.key: run.written() for run in self._runs if run is not None}
 
     def _parts(self, done: int, count: int) -> list[tuple[_Run, int, int, int]]:
-        """The runs of such rows: start and stop in each, and where they start in all."""
+        """Runs that `count` rows from `done` on are in, if their codecs take differences.
+
+        Each comes with the start and stop of these rows in the run, and their start in the chunk.
+        """
         stop, found = done + count, list[tuple[_Run, int, int, int]]()
         number = int(np.searchsorted(self._starts, done, "right")) - 1
         while number < len(self._runs) and (first := int(self._starts[number])) < stop:
@@ -110,10 +113,10 @@ def _given(
     parts: list[tuple[_Run, int, int, int]],
     dithers: bool,
 ) -> list[np.ndarray]:
-    """Rows, and what they are encoded on.
+    """Arguments of `encode_on`: rows, and what their codec needs beside them.
 
-    That is their steps, and the keys by which they are dithered; or the integers and centres of
-    squares, of those below them, or those that means are stored beside.
+    A codec on a step needs the step of each row, and its key if rows are dithered. The others need
+    integers and centres of squares: those below, or those beside which means are stored.
     """
     if codec.on_step:
         steps, keys = np.ones(len(rows), np.float32), np.zeros(len(rows), np.uint32)
@@ -133,13 +136,14 @@ def _given(
 
 
 class _Run:
-    """Rows of one tile.
+    """A run: the rows of one tile.
 
     Args:
-        plan: of the run.
-        codec: of its rows.
-        below: parts of all rows of the tile as they are in the save that this one rests on.
-        beside: the rows of squares beside which these are stored.
+        plan: plan of the run.
+        codec: codec of its rows.
+        below: parts of all rows of the tile as they are in the save that this one rests on; None:
+            there are none that differences can rest on.
+        beside: run of squares beside which this one is stored; None: it is stored alone.
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class _Run:
         self._step: np.float32 | None = None
         if below is not None and codec.on_step:
             self._step = below["scale"].max()
-        # As they come from the encoder, of which nothing is waited for: parts, start, and count.
+        # Parts, start and count, as the encoder returns them; nobody waits for the arrays yet.
         self._kept: list[tuple[Mapping[str, jax.Array], int, int]] = []
         self._whole: Parts | None = None
 
@@ -167,14 +171,14 @@ class _Run:
         return self.plan.positions[start:stop]
 
     def below(self, start: int, stop: int) -> Parts | None:
-        """What lies below some of the rows."""
+        """Parts of the rows below some of the rows; None if there are none."""
         if self._below is None:
             return None
         at = self.positions(start, stop)
         return {name: part[at] for name, part in self._below.items()}
 
     def step(self, rows: np.ndarray) -> np.float32:
-        """The step of the tile; chosen from its first rows if there is no better sample."""
+        """Step of the tile: that of the save below, else one that suits a sample or these rows."""
         if self._step is None:
             assert is_on_step(self.codec)
             sample = self.plan.sample if self.plan.sample is not None else rows
@@ -189,7 +193,7 @@ class _Run:
             self._kept.append((parts, start, count))
 
     def whole(self, start: int, stop: int) -> Parts:
-        """Parts of some of the rows, of which all have been encoded."""
+        """Parts of some of the rows, once all rows of the run have been encoded."""
         if self._whole is None:
             self._whole = {
                 name: np.concatenate(
@@ -216,7 +220,7 @@ class _Run:
         return found
 
     def written(self) -> WrittenTile:
-        """All rows."""
+        """The rows of the run, for the save that rests on this one."""
         parts = {} if self.beside else self.whole(0, self.plan.count)
         return WrittenTile(self.codec, self.plan.positions, parts)
 
@@ -224,7 +228,7 @@ class _Run:
 def residual_programs(
     codec: Residual, dtype: np.dtype, width: int, dithers: bool
 ) -> Iterator[Program]:
-    """Programs that encode chunks of such rows."""
+    """Yields the programs that encode chunks of rows by such a codec."""
     large = chunk_rows(width, dtype.itemsize)
     for rows in {program_rows(1, large), large}:
         yield _encode_zeros, (codec, dtype, width, rows, dithers)

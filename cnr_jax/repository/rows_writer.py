@@ -56,15 +56,15 @@ _NOTHING: Mapping[TileKey, Parts] = {}
 
 
 class Written(NamedTuple):
-    """A process manifest and the digest of its file.
+    """A process manifest that was written, and what the writing found out.
 
     Attributes:
-        digest: of the file.
-        manifest: in it.
-        waiting_secs: for which the writing waited for rows to be gathered.
-        encode_secs: for which it then waited for their codes.
-        row_errors: of rounded rows; None where all are exact.
-        tiles: rows to which differences are taken, for the save that rests on this one.
+        digest: digest of the manifest's file.
+        manifest: the manifest.
+        waiting_secs: seconds in which the writing waited for rows to be gathered.
+        encode_secs: seconds in which it then waited for their codes.
+        row_errors: errors of rounded rows; None if all rows are exact, or errors are not known.
+        tiles: rows to which the save that rests on this one takes differences, by tile.
     """
 
     digest: FileDigest
@@ -76,7 +76,7 @@ class Written(NamedTuple):
 
 
 class PartArray(NamedTuple):
-    """The array that holds a part of a codec, its elements and bytes in a row, and compression."""
+    """Array that holds a part of a codec: its elements and bytes in a row, and compression."""
 
     part: str
     array: str
@@ -92,13 +92,13 @@ def part_arrays(
 ) -> tuple[PartArray, ...]:
     """Arrays of the parts of a codec that are stored with its own rows.
 
-    Asked for each tile: thousands may ask for each of a few answers.
+    Results are cached, as thousands of tiles ask for a few of them.
 
     Args:
-        codec: of rows.
-        width: elements of a row.
-        dtype: of the leaf.
-        all_parts: also of those that are mostly stored with the rows of another leaf.
+        codec: codec of the rows.
+        width: number of elements of a row.
+        dtype: dtype of the leaf.
+        all_parts: whether to include parts that are mostly stored with the rows of another leaf.
     """
     found: list[PartArray] = []
     for name, part in codec.parts(width, dtype).items():
@@ -126,11 +126,11 @@ def open_part(
     """Opens the array of a part: packed where its codec asks for that, and it is not tiny.
 
     Args:
-        path: of the array.
-        part: of a codec.
-        length: elements that will be appended.
-        compression: of arrays whose codec does not ask for another; None: none.
-        syncs: whether what is written is synced.
+        path: path of the array.
+        part: part of a codec that the array holds.
+        length: number of elements that will be appended.
+        compression: compression of arrays whose codec does not ask for another; None: none.
+        syncs: whether files are synced as they are written.
     """
     how, nbytes = part.compression, length * numpy_dtype(part.dtype).itemsize
     if how == names.PACKED_ROWS:
@@ -142,27 +142,27 @@ def open_part(
     )
 
 
-# Parts of rows that are those of another leaf, and what they are called there.
+# Names of parts that are stored with the rows of another leaf, and their names there.
 SHARED = {"octaves": "integers", "centre": "centre"}
 
 
 def _shared_parts(plan: RunPlan, beside: Mapping[str, PartRef]) -> dict[str, PartRef]:
-    """Where the parts of rows are that are stored with those of another leaf."""
+    """Where the shared parts of rows are, which are stored with the rows of another leaf."""
     parts = plan.codec.parts(plan.width, plan.dtype)
     return {name: beside[SHARED[name]] for name, part in parts.items() if part.shared}
 
 
 @functools.cache
 def _escape_array(dtype: np.dtype) -> tuple[str, str]:
-    """The array of rows that a codec of such rows cannot hold, and its dtype."""
+    """Name and dtype of the array for rows of this dtype that their codecs cannot hold."""
     return names.array_name("escaped", "rows", dtype.name), dtype.name
 
 
 def part_of_array(entry: ArrayEntry, encoded_bytes: int) -> int:
-    """Bytes in files that some of the encoded bytes of an array come to.
+    """Bytes that some of the encoded bytes of an array take in its files.
 
-    Of a compressed array that is their share, as if all of it were packed equally well: slots
-    and tables may lie in one chunk.
+    In a compressed array they take their share, as if all of it were packed equally well: slots and
+    tables may lie in one chunk.
     """
     if entry.compressed is None:
         return encoded_bytes
@@ -176,15 +176,15 @@ def write_process(
     """Writes a process manifest durably, once all arrays of rows that it names are durable.
 
     Args:
-        directory: of the item.
-        manifest: of a process.
+        directory: directory of the item.
+        manifest: manifest of a process.
         syncs: whether arrays were synced with their folders as they were written.
     """
     rows = directory / names.rows_directory(manifest.process)
     if manifest.arrays and not syncs:
         sync_tree(rows)
     elif manifest.arrays:
-        # TensorStore syncs files and the directory of each; the ones above are ours.
+        # TensorStore syncs each file and its directory, but not the directories above.
         for name in manifest.arrays:
             sync_directory(rows / name)
         sync_directory(rows)
@@ -195,15 +195,15 @@ def write_process(
 
 
 class RowsWriter:
-    """Writes the runs of one process in the order in which their chunks come, then dense leaves.
+    """Writer of one process: its runs in the order in which chunks come, then its dense leaves.
 
     Args:
-        directory: the item's directory; it must exist.
-        uuid: of the checkpoint.
+        directory: directory of the item; it must exist.
+        uuid: uuid of the checkpoint.
         process: index of this process.
-        plans: one for each tile, those with rows in the order of the chunks.
-        dense: the tiles of dense leaves, in the order in which their bytes come.
-        compression: of all arrays whose codec does not ask for another; None: none.
+        plans: plan of each tile; those with rows are in the order of the chunks.
+        dense: tiles of dense leaves, in the order in which their bytes come.
+        compression: compression of arrays whose codec does not ask for another; None: none.
         below: parts of all rows of tiles as they are in the step that the save rests on.
     """
 
@@ -232,7 +232,7 @@ class RowsWriter:
         self._id_length = 0
         self._known_ids: dict[tuple[int, int], int] = {}
         self._escaped: dict[int, list[tuple[np.ndarray, PartRef]]] = {}
-        # By array, as encoded.
+        # Encoded bytes of slots, by array.
         self._slot_bytes: collections.Counter[str] = collections.Counter()
         self._offsets: list[dict[str, PartRef]] = []
         self._writers: dict[str, ArrayWriter | PackedWriter] = {}
@@ -243,7 +243,7 @@ class RowsWriter:
                 directory, process, dense, compression=compression, syncs=self._syncs
             )
         except BaseException:
-            # They are being made already, in a folder that may be removed at once.
+            # Some arrays are already being made, in a folder that may be removed next.
             for writer in self._writers.values():
                 writer.stop()
             raise
@@ -300,12 +300,12 @@ class RowsWriter:
         """Encodes and writes all chunks, then dense leaves, then the process manifest.
 
         Args:
-            chunks: the rows of all runs, in order, then the bytes of dense leaves.
-            device: encodes chunks that are not encoded yet.
-            compared: gets each chunk and what it was encoded to.
+            chunks: rows of all runs, in order, then the bytes of dense leaves.
+            device: device that encodes chunks which are not encoded yet.
+            compared: comparison that gets each chunk with its encoded rows.
 
         Returns:
-            The process manifest, which is durable.
+            The process manifest, which is durable, and what the writing found out.
         """
         done, waits, codes = 0, [0.0], [0.0]
         rows, dense = parted(chunks)
@@ -316,7 +316,7 @@ class RowsWriter:
                 self._writer_of(chunk.codec, name, values).append(values)
             if encoded.rows is not None:
                 self._write_escaped(encoded.escaped + done, encoded.rows)
-            # While they are being written.
+            # The rows are being written meanwhile.
             compared.add(chunk, encoded, done)
             done += chunk.count
         if done != self._starts[-1]:
@@ -356,20 +356,20 @@ class RowsWriter:
         self, codec: Codec, name: str, values: np.ndarray
     ) -> ArrayWriter | PackedWriter:
         dtype = values.dtype.name
-        # First that of packed rows of this width: rows of one element may be beside it, unpacked.
+        # Packed rows of this width come first. Rows of one element may also be stored unpacked.
         array = names.array_name(codec.name, f"{name}{values.shape[1]}", dtype)
         if array not in self._writers:
             array = names.array_name(codec.name, name, dtype)
         return self._writers[array]
 
     def stop(self) -> None:
-        """Waits until nothing is being written: a failed save's folder may be removed."""
+        """Waits until nothing is being written, so that a failed save's folder can be removed."""
         for writer in self._writers.values():
             writer.stop()
         self._dense.stop()
 
     def _write_escaped(self, at: np.ndarray, rows: np.ndarray) -> None:
-        """Stores escaped rows raw, remembering for each run which rows and where."""
+        """Stores escaped rows raw, and notes for each run which rows they are, and where."""
         runs = np.searchsorted(self._starts, at, side="right") - 1
         array, _ = _escape_array(rows.dtype)
         writer = self._writers[array]
@@ -424,7 +424,7 @@ class RowsWriter:
         return self._known_ids[key]
 
     def _add_ids(self, positions: np.ndarray | None, rows: int) -> int:
-        """Index of new row ids within a tile of `rows` rows."""
+        """Adds row ids of a tile of `rows` rows; returns their index."""
         if positions is None:
             form, data, count = "all", np.empty(0, np.uint8), rows
         else:
@@ -449,7 +449,7 @@ class RowsWriter:
 
 
 def _timed(source: Iterable[_T], secs: list[float]) -> Iterator[_T]:
-    """What a source yields; to `secs[0]` is added how long it is waited for."""
+    """Yields what a source yields; adds the seconds spent waiting for it to `secs[0]`."""
     items = iter(source)
     while True:
         started = time.perf_counter()
@@ -463,10 +463,10 @@ def _timed(source: Iterable[_T], secs: list[float]) -> Iterator[_T]:
 
 
 def _sampled_errors(errors: Mapping[str, RowErrors]) -> dict[str, SampledError] | None:
-    """How far off the rows of each table are, as a manifest holds it; None if nothing is."""
+    """Errors of each table's rows, as a manifest holds them; None if no table has any."""
     found: dict[str, SampledError] = {}
     for table, (rows, mean, worst) in errors.items():
-        # A manifest with another number would be refused.
+        # Readers would refuse a manifest with a number that is not finite.
         if mean is not None and worst is not None and math.isfinite(worst):
             mean, worst = float(f"{mean:.6g}"), float(f"{worst:.6g}")
             found[table] = SampledError(rows=rows, mean=mean, worst=worst)
@@ -474,7 +474,7 @@ def _sampled_errors(errors: Mapping[str, RowErrors]) -> dict[str, SampledError] 
 
 
 def _sampled_motions(found: Mapping[str, Motion]) -> dict[str, SampledMotion] | None:
-    """How far the rows of each table have moved, as a manifest holds it; None if none have."""
+    """Motion of each table's rows, as a manifest holds it; None if that of no table is known."""
     return {
         table: SampledMotion(rows=rows, even_bits=round(even_bits, 4))
         for table, (rows, even_bits) in found.items()

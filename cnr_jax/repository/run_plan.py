@@ -1,4 +1,4 @@
-"""Plans of what is written for the tiles of a save."""
+"""Plans of what a save writes for its tiles."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from cnr_jax.rows.gather.chunk import KeysOf
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What is written for one tile: the rows of one run, and where they belong.
+    """Plan of a run, the rows that are written for one tile, and where they belong.
 
     Attributes:
-        box: the tile, start and stop in each dimension of the leaf.
-        positions: sorted positions within the tile; None for all rows. Runs of one row range
-            share the same object, and then the row ids are stored once.
-        count: rows; zero writes a tile without segments.
-        dtype: of the leaf.
-        keys_of: function that returns the keys of rows by their positions, if they are encoded
-            here and are to be dithered.
+        table: name of the table.
+        leaf: `"table"`, or the name of the slot.
+        box: box of the tile, start and stop in each dimension of the leaf.
+        positions: sorted positions of the rows within the tile; None: all rows. Runs of the same
+            rows share the object, so that row ids are stored once.
+        count: number of rows; with 0, a tile without segments is written.
+        codec: codec of the rows.
+        dtype: dtype of the leaf.
+        keys_of: function that returns the keys of rows by their positions, if the writing thread
+            encodes and dithers the rows.
         sample: rows of the tile from which a step is chosen; None: the first that come.
-        beside: the tile of another leaf, earlier in the order, that has shared parts of its rows;
-            None: there are none.
+        beside: tile of another leaf, earlier in the order, that holds shared parts of these rows;
+            None: no parts are shared.
     """
 
     table: str
@@ -43,17 +46,17 @@ class RunPlan:
 
     @property
     def key(self) -> TileKey:
-        """The tile."""
+        """Table, leaf and box of the tile."""
         return self.table, self.leaf, self.box
 
     @property
     def rows(self) -> int:
-        """Rows of the tile."""
+        """Number of rows of the tile, whether they are written or not."""
         return self.box[0][1] - self.box[0][0]
 
     @property
     def width(self) -> int:
-        """Elements in a row of the tile."""
+        """Number of elements in a row of the tile."""
         return math.prod(stop - start for start, stop in self.box[1:])
 
     @property

@@ -1,8 +1,8 @@
 """Chunks of rows, and dense leaves, on their way from the thread that begins a save to the writer.
 
-The one puts them into a `Stage`, the other takes them out. What is in between is bounded in bytes,
-those of all saves in flight together: past the limit the beginning of a save waits, and with it
-training, so that a save which does not fit into memory streams through it instead.
+One thread puts them into a `Stage`, the other takes them out. The bytes in between are bounded, for
+all saves in flight together. Past the limit the beginning of a save waits, and training with it. So
+a save that does not fit into memory streams through it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from cnr_jax.rows.gather.chunk import Chunk
 
 @dataclasses.dataclass(slots=True)
 class DenseBytes:
-    """Bytes of dense leaves, which nobody changes any more: uint8, of one dimension."""
+    """Bytes of dense leaves, which nobody changes any more: `uint8[bytes]`."""
 
     data: np.ndarray
 
     @property
     def nbytes(self) -> int:
-        """How many they are, whoever else keeps them."""
+        """Number of bytes, even if others keep them in memory too."""
         return self.data.nbytes
 
 
 def parted(
     items: Iterable[Chunk | DenseBytes],
 ) -> tuple[Iterator[Chunk], Iterator[DenseBytes]]:
-    """The rows of a stage and the dense leaves after them, to be used up one after the other.
+    """Parts a stage into its rows and the dense leaves after them, to be used up in this order.
 
     Example:
         >>> from cnr_jax.rows.codecs import Raw
@@ -60,34 +60,34 @@ def parted(
 
 
 class Room:
-    """Memory that what is staged takes until it is written, in all stages together.
+    """Memory for what is staged and not yet written, in all stages together.
 
     Args:
         limit_bytes: bytes that may wait. One chunk larger than the limit still passes, alone.
 
     Attributes:
-        limit_bytes: the same.
-        held_bytes: that wait; to be read and changed with the lock.
-        lock: the lock.
-        changed: says that any of the stages has changed.
+        limit_bytes: as given.
+        held_bytes: bytes that wait; read and changed only under the lock.
+        lock: lock of all stages.
+        changed: condition that is notified when one of the stages changes.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.held_bytes = limit_bytes, 0
-        # Locked itself, not through the condition: that would be left locked by an interrupt which
-        # comes where Python has just locked it.
+        # Stages take the lock itself, not the condition: an interrupt right after Python has locked
+        # a condition would leave it locked.
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
 
 
 class Stage:
-    """A queue of chunks and dense bytes, bounded in bytes, between two threads.
+    """Queue of chunks and dense bytes between two threads, bounded in bytes.
 
     Args:
-        room: for what waits.
+        room: room for what waits, which several stages share.
         timeout_secs: how long `put` waits for room before it gives up.
-        patient: whether the reader gets nothing until all is in, or there is no room for
-            more. Where both threads want the same cores, training so waits for one alone.
+        patient: whether the reader gets nothing until all is in, or there is no room for more. If
+            both threads want the same cores, training then waits for only one of them.
 
     Example:
         >>> from cnr_jax.rows.codecs import Raw
@@ -114,7 +114,7 @@ class Stage:
         """Adds an item, waiting for room; returns False if the reader has given up.
 
         Raises:
-            TimeoutError: if nothing was taken out for `timeout_secs`.
+            TimeoutError: if there was no room for `timeout_secs`.
         """
         with self._lock:
             if not self._has_room(item):
@@ -153,7 +153,7 @@ class Stage:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes that may wait, of rows and dense leaves together."""
+        """Bytes of rows and dense leaves that may wait, in all stages of the room together."""
         return self._room.limit_bytes
 
     @property
@@ -175,7 +175,7 @@ class Stage:
             self._hold(-self._held)
 
     def abort(self) -> None:
-        """Says that what was put is not all there will be: the reader must not finish."""
+        """Says that not everything was put and nothing more will be: the reader must not finish."""
         self.fail()
         self.close()
 
