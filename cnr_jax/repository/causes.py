@@ -165,7 +165,7 @@ def using_root(
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, and the errors from which, or while handling which, it was raised."""
+    """Yields an error, then its cause, or the error that was being handled, and so on."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -1,4 +1,4 @@
-"""Rows of a step as a restore gives them, block by block, and how those of two steps differ."""
+"""Comparison of two steps, block by block, by the rows that a restore would give."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _BLOCK_BYTES = 64 << 20
 class LeafDifference:
     """How a table, or one of its slots, differs between two steps.
 
-    The *change* of a row is `||after - before|| / ||before||`; rows that were zero before, and
-    those with a NaN or an infinity, have none.
+    The *change* of a row is `||after - before|| / ||before||`. Rows that were zero before, and rows
+    with a NaN or an infinity, have none.
 
     Attributes:
-        table: its name.
+        table: name of the table.
         leaf: `"table"`, or the name of the slot.
-        rows: rows that both steps have, and that were compared.
-        changed_rows: of these, those with any element that differs.
-        mean_change: over changed rows; None if none of them has one.
-        worst_change: the greatest.
-        note: why it could not be compared, or what else differs; mostly empty.
+        rows: number of rows that both steps have, all of which were compared.
+        changed_rows: number of these rows in which any element differs.
+        mean_change: mean change of the changed rows that have one; None if none has one.
+        worst_change: greatest of these changes; None if there is none.
+        note: why the leaf could not be compared, or what else differs; mostly empty.
     """
 
     table: str
@@ -54,14 +54,14 @@ class LeafDifference:
 def logical_rows(
     chain: Sequence[StepReader], table: str, leaf: str, start: int, stop: int
 ) -> np.ndarray:
-    """Some rows of a leaf by their logical ids, as a restore gives them.
+    """Reads some rows of a leaf by their logical ids, as a restore gives them.
 
     Args:
-        chain: the full checkpoint first, the step itself last.
-        table: its name.
+        chain: readers of the chain: the full checkpoint first, the step itself last.
+        table: name of the table.
         leaf: `"table"`, or the name of a slot.
         start: id of the first row.
-        stop: id after the last one.
+        stop: id after the last row.
 
     Returns:
         `[stop - start, ...]` in the dtype of the leaf.
@@ -87,12 +87,13 @@ def compare(
     after: Sequence[StepReader],
     on_rows: Callable[[int, int], None],
 ) -> Iterator[LeafDifference]:
-    """How each leaf of all tables differs between two steps, of the same root or not.
+    """Yields how each leaf of all tables differs between two steps, of the same root or not.
 
     Args:
-        before: chain of the one, the full checkpoint first.
-        after: that of the other.
-        on_rows: called with the elements that were compared, and of how many.
+        before: readers of the first step's chain, the full checkpoint first.
+        after: readers of the second step's chain, likewise.
+        on_rows: function that is called after each block, with the number of elements compared so
+            far, and the number of all elements.
 
     Raises:
         IntegrityError: if data is missing or damaged.
@@ -151,10 +152,10 @@ class _Tally:
     worst: float = 0.0
 
     def add(self, before: np.ndarray, after: np.ndarray) -> None:
-        """Takes in a block of rows, `[rows, ...]` of both."""
+        """Adds a block of rows, `[rows, ...]` of each step."""
         old, new = (each.reshape(len(each), -1) for each in (before, after))
         if old.dtype == new.dtype:
-            # Bits, so that a NaN that stays is no change.
+            # Bits are compared, so that a NaN that stays is no change.
             differs = (old.view(np.uint8) != new.view(np.uint8)).any(axis=1)
         else:
             differs = (old.astype(np.float64) != new.astype(np.float64)).any(axis=1)

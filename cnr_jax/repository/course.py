@@ -29,28 +29,28 @@ class Save:
     """Save of a run.
 
     Attributes:
-        step: its number.
-        kind: as in a `StepDescription`.
+        step: number of the step.
+        kind: kind of the step, as in a `StepDescription`.
         kept: whether the root still holds it. Otherwise the metrics of the run describe it, or the
             history of a later step has its rows, bytes of rows and seconds.
         branch: number of the branch; 0: not known.
         parent: place in the course of a delta's parent; None: it is not there.
         parent_step: step of that parent, wherever it is; None: not known.
-        depth: number of checkpoints that a restore of it reads; 0: not known.
+        depth: number of checkpoints that a restore of the step reads; 0: not known.
         restores: how often the run was restored along its branch; None: not known.
         restored: whether the run was restored between the save before and this one.
         rows: number of rows over all tables.
-        parts: its bytes by kind: `tables`, `slots`, `dense`, `manifests`; or `ROWS` alone, if
-            only those of rows are known.
+        parts: bytes by kind: `tables`, `slots`, `dense`, `manifests`; or `ROWS` alone, if only the
+            bytes of rows are known.
         plain_bytes: bytes that a plain full save would have written; None: not known.
         secs: seconds from its start until its manifest was written; None: not known.
         stall_secs: part of `secs` in which training waited; None: not known.
-        wait_secs: part of `stall_secs` in which the train step before it went on.
+        wait_secs: part of `stall_secs` in which the train step before the save went on.
         phases: seconds by phase, in their order; empty if they are not known.
         saved_at: time at which the manifest was written, in UTC; None: not known.
-        shares: share of its rows that it holds, by table; empty if that is not known.
+        shares: share of each table's rows that the step holds, by table; empty if not known.
         mean_error: mean relative error of rounded rows that were sampled; None: not known.
-        worst_error: the greatest of them.
+        worst_error: greatest of these errors.
         problem: why it cannot be restored; empty if it can.
         may_lack_rows: whether an audit found later that rows may be missing in it.
     """
@@ -80,7 +80,7 @@ class Save:
 
     @property
     def total_bytes(self) -> int | None:
-        """All bytes written for it, as far as they are known; None: none is."""
+        """All bytes written for the step, as far as they are known; None: none are."""
         return sum(self.parts.values()) if self.parts else None
 
 
@@ -129,7 +129,7 @@ def course_of(root: RootDescription) -> Course:
     placed += [(save.branch, save.step, save) for save in gone]
     placed.sort(key=lambda found: found[:2])
     saves: list[Save] = []
-    at: dict[int, int] = {}  # of each step the latest save so far
+    at: dict[int, int] = {}  # place of the latest save so far, by step
     for branch, number, found in placed:
         if isinstance(found, Save):
             saves.append(found)
@@ -166,7 +166,7 @@ def _with_restores(saves: Sequence[Save]) -> Iterator[Save]:
 
 
 def _branch_of(step: StepDescription, steps: Sequence[StepDescription]) -> int:
-    """Branch of a step; if it does not say, that of the steps before it."""
+    """Branch of a step; if the step does not say, the newest branch of lower steps."""
     if step.generation:
         return step.generation
     return max((each.generation for each in steps if each.step < step.step), default=0)
@@ -202,7 +202,7 @@ def _save_kept(
 def _errors(
     tables: Sequence[TableDescription],
 ) -> tuple[float | None, float | None]:
-    """Mean and worst error of the rows of all tables that were sampled."""
+    """Mean and worst error of the sampled rows of all tables."""
     found = [
         (each.sample_rows, each.mean_row_error, each.worst_row_error)
         for each in tables
@@ -216,7 +216,7 @@ def _errors(
 
 
 def _noted(root: RootDescription) -> list[dict[str, Any]]:
-    """Lines of the metrics of a root, less those of other runs that it has had."""
+    """Lines of a root's metrics that tell of the runs of its steps."""
     runs = list({s.run for s in root.steps if s.kind in ("full", "delta")})
     try:
         lines = read_metrics(root.root)
@@ -287,7 +287,7 @@ def _time_noted(
 
 
 def _number(line: Mapping[str, Any], name: str) -> float | None:
-    """Number of 0 or more; None if a value is none, or larger than any plausible one."""
+    """A value as a number of 0 or more; None if it is none, or is implausibly large."""
     value = line.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -307,7 +307,7 @@ def _removed(root: RootDescription) -> Iterator[Save]:
     own = [step for step in root.steps if step.kind in ("full", "delta")]
     known = {(step.step, step.rows, step.secs) for step in own}
     unreadable = {step.step for step in root.steps if step.kind == "unreadable"}
-    # The last delta of each cycle: its history holds those of all before it.
+    # The last delta of each cycle: its history tells of all saves of the cycle.
     tips: list[StepDescription] = []
     for step, after in itertools.pairwise([*own, None]):
         if step is None or step.kind == "full":

@@ -90,14 +90,16 @@ def _description(
 ) -> RootDescription:
     """What a root holds; see `describe`."""
     layout.check_can_be_read(path, item)
-    # Joining names to paths of Orbax takes longer than to read.
+    # Joining names to Orbax's paths takes longer than reading the files.
     plain = store.store_of(path).quick(path)
     if item is None:
         item = find_item(plain)
     index = Ledger(says=False)
     held, cut = sorted_out(plain, layout.step_directories(plain))
     found = look_into(plain, item or "default", index, held, on_step)
-    check_is_here(plain)  # after the look, before which nothing may have been moved yet
+    check_is_here(
+        plain
+    )  # after the look, during which the steps may have been moved away
     index.part()
     index.note_strays()
     lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
@@ -163,8 +165,8 @@ def look_into(
                 index.note_harm(directory, harm)
             if on_step is not None:
                 on_step(done, len(directories))
-    # Somebody may have removed some since. A parent goes after its children: until no more is
-    # found to be gone.
+    # Somebody may have removed some meanwhile. Steps whose parents are gone may be gone too, so
+    # this goes on until no more are found.
     while gone := [
         name
         for name in found
@@ -187,9 +189,9 @@ def _obstacle(index: Ledger, directory: str) -> str:
 def _look(
     root: store.AnyPath, item: str, index: Ledger, directory: str
 ) -> tuple[StepDescription | None, Harm | None]:
-    """A step, without what its parents mean for it, and what is wrong with its files.
+    """Looks at one step: describes it, without what its parents mean for it, and finds its harm.
 
-    None for a folder that is no step, or is gone.
+    The description is None for a folder that is no step, or is gone.
     """
     number, where = names.step_number(directory), root / directory / item
     entry, folder = index.entries.get(directory), index.folders.get(directory)
@@ -228,7 +230,7 @@ def _look(
 
 
 def _described(directory: str, manifest: Manifest) -> StepDescription:
-    """What a manifest tells of its step, but for its own size."""
+    """What a manifest tells of its step; its own size is left out."""
     totals, parent = manifest.totals, manifest.parent
     return StepDescription(
         step=manifest.step,

@@ -198,7 +198,7 @@ def chains(steps: Iterable[StepDescription]) -> list[list[StepDescription]]:
     A delta whose parent is not there begins the group of the steps that rest on it.
     """
     groups: dict[str, list[StepDescription]] = {}
-    # Of each step the group it is in; where several have a number, the newest generation.
+    # Group of the steps of each number; if there are several, that of the newest generation.
     group_of: dict[int, list[StepDescription]] = {}
     waiting = sorted(steps, key=lambda s: (s.generation, s.step, s.directory))
     while waiting:
@@ -299,7 +299,7 @@ def footer(root: RootDescription) -> list[str]:
     # What a rollback has set aside can be had back by its name.
     now = {names.plain(step.directory): step.directory for step in root.steps}
     aside = [
-        # Where folders cannot be renamed it has its name, and the step another one.
+        # Where folders cannot be renamed, it has kept its name, and the new step has another one.
         f"  {visible(name)}"
         + (
             f", not step {name}, which is in {visible(now[name])}"

@@ -1,7 +1,8 @@
-"""Which dtypes hold all values of which: what is restored into what without being asked for.
+"""Dtypes that hold all values of another: a restore converts to them without being asked.
 
-One rule for tables, slots and dense leaves, of steps of our own and of adopted ones. That of numpy
-(`np.can_cast`) does not know bfloat16 and what is narrower, and lets int64 pass into float64.
+The rule is the same for tables, slots and dense leaves, in steps of this library and in adopted
+ones. Numpy's rule (`np.can_cast`) knows neither bfloat16 nor narrower dtypes of this kind, and lets
+int64 pass into float64.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Values:
-    """The values of a dtype: multiples of a unit within bounds, of so many digits at most.
+    """The values of a dtype: multiples of a unit, with a limit on their size and their digits.
 
     Attributes:
-        least: the least of them.
-        most: the greatest of them.
-        digits: binary digits from the first that is set to the last.
-        unit: a power of two.
-        special: which of 0, -0, infinity and NaN are among them.
-        is_complex: they are of two parts, each of which is as said.
+        least: least value.
+        most: greatest value.
+        digits: most binary digits of a value, from the first digit that is set to the last.
+        unit: unit of the values, a power of two.
+        special: which of 0, -0, infinity and NaN are among the values.
+        is_complex: whether a value has two parts, each of them as described.
     """
 
     least: Any
@@ -41,13 +42,14 @@ _INTEGERS = _Values(least=-math.inf, most=math.inf, digits=math.inf)
 
 
 def holds_all(stored: np.dtype, wanted: Any) -> bool:
-    """Whether each value of a dtype is one of another, of whatever kind.
+    """Whether each value of one dtype is also a value of another, whatever kinds they are.
 
-    All NaN count as one value, and what has a sign keeps it, zeros too.
+    All NaN count as one value. Each value must keep its sign, zeros too.
 
     Args:
-        stored: the dtype of values.
-        wanted: another, or one of Python's types of numbers. Its `int` has no bounds.
+        stored: dtype of the values.
+        wanted: dtype that is to hold them, or one of Python's types of numbers. Python's `int` has
+            no bounds.
 
     Example:
         >>> int8 = np.dtype("int8")
@@ -70,12 +72,12 @@ def holds_all(stored: np.dtype, wanted: Any) -> bool:
 
 
 def holds(number: bool | int | float, wanted: Any) -> bool:
-    """Whether a number of Python, which has no dtype but its value, is one of those of a dtype.
+    """Whether a dtype holds a Python number, which has a value but no dtype.
 
     Args:
-        number: of at most 64 bits.
-        wanted: a dtype, or one of Python's types of numbers. No other number becomes a bool, and
-            of floats none becomes an integer, as the next one might not.
+        number: number of at most 64 bits.
+        wanted: dtype, or one of Python's types of numbers. Only a bool becomes a bool. No float
+            becomes an integer, as the next float might not be a whole number.
 
     Example:
         >>> holds(7, np.dtype("int32")), holds(2**31, np.dtype("int32"))
@@ -99,13 +101,13 @@ def holds(number: bool | int | float, wanted: Any) -> bool:
 
 
 def converted(array: np.ndarray, wanted: np.dtype) -> np.ndarray:
-    """An array in another dtype, as `astype` makes it; of what is complex the real part."""
+    """Converts an array as `astype` does; a dtype that is not complex gets the real parts."""
     stored = array.dtype
     if stored.kind == "c" != wanted.kind:
         array = np.real(array)
     with np.errstate(over="ignore", invalid="ignore"):
         if not np.can_cast(stored, wanted, "unsafe"):
-            # Numpy cannot do it at once where both are of few bits.
+            # Numpy has no direct way between two dtypes of few bits.
             is_whole = all(
                 each and each.unit >= 1 for each in map(_values, (stored, wanted))
             )
@@ -119,7 +121,7 @@ def _values_of(wanted: Any) -> _Values | None:
 
 @functools.cache
 def _values(dtype: np.dtype) -> _Values | None:
-    """The values of a dtype; None: they are no numbers, or of a kind that jax does not know."""
+    """The values of a dtype; None if they are no numbers, or of a kind that jax does not know."""
     if dtype == _BOOL:
         return _Values(least=0, most=1, digits=1)
     if dtype.kind not in "iufcV":
@@ -128,7 +130,7 @@ def _values(dtype: np.dtype) -> _Values | None:
         info = ml_dtypes.iinfo(dtype)
     except ValueError:
         return _fractions(dtype)
-    # The least of those with a sign, a power of two, has one digit.
+    # The least value of a dtype with a sign is a power of two, so it has one digit.
     return _Values(least=info.min, most=info.max, digits=int(info.max).bit_length())
 
 

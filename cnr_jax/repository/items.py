@@ -16,7 +16,7 @@ from cnr_jax.repository.layout import step_directories
 from cnr_jax.repository.step import uuid_of_step
 from cnr_jax.repository.store import AnyPath, exists
 
-# The newest steps, so many, are asked for their items: a root may have thousands of steps.
+# How many of the newest steps are asked for their items; a root may have thousands of steps.
 _ASKED = 8
 # Name that Orbax gives to an item which is saved without one.
 _DEFAULT = "default"

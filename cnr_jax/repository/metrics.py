@@ -18,7 +18,7 @@ from cnr_jax.repository.layout import check_can_be_read, open_root
 from cnr_jax.repository.store import AnyPath, can, read_all, store_of
 from cnr_jax.repository.store.checked import reading
 
-# Of a save, in their order: its report, and so its line, has `find_secs` and so on.
+# Phases of a save, in their order. Its report, and so its line, has `find_secs` and so on.
 PHASES = ("find", "gather", "encode", "write", "commit")
 
 

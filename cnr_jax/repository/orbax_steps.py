@@ -1,7 +1,7 @@
-"""Steps that plain Orbax saved: told from ours by names, without Orbax.
+"""Steps that plain Orbax saved, told from ours by the names in them, without importing Orbax.
 
-A manager with `Options(adopt=True)` restores them and counts them; what is in their files is
-Orbax's to read, and nothing here changes them.
+A manager with `Options(adopt=True)` restores and counts them. Only Orbax reads the values in their
+files, and nothing here changes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cnr_jax.repository import layout, store
 from cnr_jax.repository.index import folders
 from cnr_jax.repository.step import check_committed
 
-# In which the API that Orbax calls v1 saves a state as an item of its own naming.
+# Where the handlers of Orbax's API v1 are, which gives the item of a state a name of its own.
 _V1 = "orbax.checkpoint.experimental.v1."
 _DEFAULT = "default"
 
@@ -26,8 +26,8 @@ class OrbaxStep(NamedTuple):
     """A step of plain Orbax that can be adopted.
 
     Attributes:
-        item: that holds the state.
-        uuid: 32 hex digits, the same whenever and by whichever process it is read.
+        item: name of the item that holds the state.
+        uuid: 32 hex digits, the same at each time and on each process that reads the step.
     """
 
     item: str
@@ -35,17 +35,18 @@ class OrbaxStep(NamedTuple):
 
 
 def orbax_step(root: store.AnyPath, directory: str, item: str) -> OrbaxStep | None:
-    """A step of plain Orbax as it can be adopted; None where plain Orbax saved none.
+    """Finds the state in a step of plain Orbax; None if plain Orbax did not save the step.
 
     Args:
-        root: holds the step directories.
-        directory: name of the one in question.
-        item: which item is the state, if there are several; a single one is, whatever it is
-            called.
+        root: root that holds the step directories.
+        directory: name of the step directory.
+        item: name of the item that is the state, if there are several. A single item is the state,
+            whatever its name.
 
     Raises:
-        IntegrityError: if it holds no state, or several of other names, or was not committed.
-        OSError: if it cannot be seen.
+        IntegrityError: if the step holds no state, or several with other names, or was not
+            committed.
+        OSError: if the step cannot be seen.
     """
     step = root / directory
     folder = folders.Folder.look(step, item)
@@ -81,14 +82,14 @@ def _by_hand(path: store.AnyPath) -> str:
 
 
 def way_on(root: store.AnyPath, *, adopts: bool) -> str:
-    """How to restore what plain Orbax saved in a root from which nothing else restores.
+    """Hint how to restore what plain Orbax saved in a root that holds nothing else to restore.
 
     Args:
         root: a root, or a state that was taken for one.
-        adopts: whether steps of managers of plain Orbax are looked at already.
+        adopts: whether the manager already adopts steps of plain Orbax's managers.
 
     Returns:
-        A hint; empty where there is nothing of plain Orbax, or it cannot be seen.
+        The hint; empty if plain Orbax saved nothing there, or the root cannot be seen.
     """
     try:
         steps = [root / name for name in reversed(layout.step_directories(root))]
@@ -113,12 +114,12 @@ def is_set_aside(step: store.AnyPath, directory: str, item: str) -> bool:
     """Whether a folder is an adopted step under the name that a rollback has given it.
 
     Args:
-        step: the folder.
-        directory: name of the step directory that it was.
-        item: of this library beside it.
+        step: path of the folder.
+        directory: name of the step directory before the rollback.
+        item: name of the item in which this library saves.
 
     Raises:
-        OSError: if it cannot be seen.
+        OSError: if the folder cannot be seen.
     """
     if folders.Folder.look(step, item).kind != "orbax":
         return False
@@ -126,7 +127,7 @@ def is_set_aside(step: store.AnyPath, directory: str, item: str) -> bool:
 
 
 def _uuid(step: store.AnyPath, directory: str) -> str:
-    """What tells a step of plain Orbax from others of its name, wherever it lies now."""
+    """Uuid that tells a step of plain Orbax from others of its name, wherever it lies now."""
     note, said = step / names.ORBAX_METADATA, b""
     if store.exists(note):
         said = store.read_small(note, folders.ORBAX_NOTE_BYTES)
@@ -137,13 +138,13 @@ def _uuid(step: store.AnyPath, directory: str) -> str:
 def item_beside(
     root: store.AnyPath, is_step: Callable[[str], bool] | None
 ) -> str | None:
-    """The item in which this library saves beside the steps of plain Orbax in a root.
+    """Name of the item in which this library saves beside the steps of plain Orbax in a root.
 
-    That of their states, so that arguments of saves change in their class alone; but for what
-    Orbax's v1 names of itself, which is `"default"` here. None where there are no such steps.
+    It is the name of their states, so that a program only has to change the class of its arguments.
+    Where Orbax's v1 has chosen that name, it is `"default"`. None if there are no such steps.
 
     Raises:
-        OptionError: if the newest of them holds several states.
+        OptionError: if the newest of these steps holds several states.
         OSError: if the root cannot be seen or listed.
     """
     if not store.exists(root):

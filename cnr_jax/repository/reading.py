@@ -214,14 +214,14 @@ def of_step(
     item: str | None,
     read: Callable[[Place], T],
 ) -> T:
-    """What is read of a step; None: of another one if that is taken away meanwhile.
+    """Reads from a step; if the newest (None) is removed meanwhile, from the one newest then.
 
-    Retention and rollbacks give a step another name before anything of it is deleted, and those
-    that rest on it before it: then it is gone, and not damaged.
+    Retention and rollbacks rename a step before any file of it is deleted, and the steps that rest
+    on it before that. So a step that is no longer under its name is gone, not damaged.
 
     Raises:
-        NoStepError: if there is none, or no more.
-        ChainError, IntegrityError, FormatError: as `read` raises them, of what is still there.
+        NoStepError: if there is no such step, or no longer.
+        ChainError, IntegrityError, FormatError: as `read` raises them, if the step is still there.
         RootError: if the service of a bucket does not answer.
     """
     with using_root(root):
@@ -239,14 +239,14 @@ def of_step(
 
 
 def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> Place:
-    """Where a step lies; None: the newest that can be restored as far as manifests tell."""
+    """Finds a step; None: the newest one that can be restored, as far as manifests tell."""
     step = step_or_newest(step, _FORMS)
     path = open_root(root)
     check_can_be_read(path, item)
     check_is_here(path)
     item = item or find_item(path)
     if item is None:
-        # Plain Orbax may have saved those that are there, and knows no tables.
+        # Plain Orbax, which knows no tables, may have saved the steps that are there.
         hint = _IMPORT if step_directories(path) else _NO_ROOT
         raise errors.NoStepError(
             f"no step in {os.fspath(path)} holds a checkpoint of cnr_jax\n{hint}",
@@ -280,10 +280,10 @@ def _find(root: str | os.PathLike[str], step: int | None, item: str | None) -> P
 
 
 def table_entry(manifest: Manifest, table: str) -> TableEntry:
-    """What a manifest tells of a table.
+    """The entry of a table in a manifest.
 
     Raises:
-        OptionError: if it has none of that name; its kind is `"no_table"`.
+        OptionError: if there is no table of that name; the error's kind is `"no_table"`.
     """
     for entry in manifest.tables:
         if entry.name == table:
@@ -297,7 +297,7 @@ def table_entry(manifest: Manifest, table: str) -> TableEntry:
 
 
 def _checked_ids(ids: Any, entry: TableEntry) -> np.ndarray:
-    """Row ids as they were given, int64, counted from the start; all are rows of the table."""
+    """Checks that row ids are rows of the table; returns them as int64, counted from the start."""
     try:
         given = np.asarray(ids)
     except ValueError as error:
@@ -308,9 +308,10 @@ def _checked_ids(ids: Any, entry: TableEntry) -> np.ndarray:
         raise errors.OptionError(
             f"row ids of table {entry.name!r} are {given.dtype}, expected integers"
         )
-    # Where JAX wraps them to: of a table without a layout, the array that is looked up has padding.
+    # JAX counts negative ids from the end of the array, which has padding in a table without a
+    # layout.
     end = entry.padded_rows if entry.layout.name == Identity.name else entry.rows
-    # Before a large one of 64 bits without a sign becomes negative.
+    # Compared before the conversion, which makes a large uint64 negative.
     wrong = given >= entry.rows
     found = given.astype(np.int64)
     found = np.where(found < 0, found + end, found)

@@ -1,8 +1,9 @@
 """Reading the arrays of a checkpoint, and of the chain it rests on.
 
-Neighbouring tiles of one process are joined: their rows are read and placed in one go. A table
-that is split over the devices of a process has a tile for each of them, but their rows usually lie
-one after the other in the process's arrays. For a small table what counts is the number of tiles.
+Neighbouring tiles of one process are joined: their rows are read and placed in one go. A table that
+is split over the devices of a process has a tile for each of them, but the rows of these tiles
+usually lie one after the other in the process's arrays. The time to read a small table depends on
+the number of its tiles.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from cnr_jax.repository.store.checked import (
 from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.rows.codecs import Codec, Part, codec_from
 
-# Bytes of a list of rows, a bit each, that are counted at a time.
+# Bytes of a bitmap of rows in which set bits are counted at a time.
 _RANKED_BYTES = 1 << 18
 
 
@@ -44,14 +45,14 @@ def open_chain(
     verify: bool = True,
     kept: KeptChunks | None = None,
 ) -> tuple[StepReader, ...]:
-    """Readers of the checkpoints to replay, the full one first and `directory` last.
+    """Opens readers of the checkpoints to replay, the full one first and `directory` last.
 
     Args:
-        root: holds the step directories.
+        root: root that holds the step directories.
         directory: name of the step directory to restore.
         item: name of the item in each step directory.
         verify: whether chunks are compared with the checksums in the manifests.
-        kept: holds chunks that small slices are cut from; None: a store of its own.
+        kept: cache of chunks from which small slices are cut; None: a new one.
 
     Raises:
         ChainError, IntegrityError, ManifestError: as `resolve_chain`, and if a process manifest
@@ -74,20 +75,22 @@ def open_chain(
 
 
 class StepReader:
-    """One checkpoint that is read from.
+    """Reader of one checkpoint.
 
     Args:
-        directory: of the item.
-        manifest: as `read_manifest` returned it.
+        directory: directory of the item.
+        manifest: manifest of the checkpoint, as `read_manifest` returned it.
         verify: whether chunks are compared with the checksums in the manifest.
-        kept: holds chunks that small slices are cut from.
+        kept: cache of chunks from which small slices are cut.
 
     Attributes:
-        tables: by name.
-        dtypes: in which leaves were saved, by table and leaf.
-        processes: what each process has written.
-        in_blocks: whether rows are asked for block by block, so that long lists of them are read
-            so too, rather than kept.
+        directory: as given.
+        manifest: as given.
+        tables: entries of the manifest, by the names of tables.
+        dtypes: dtypes in which leaves were saved, by table and leaf.
+        processes: manifests of all processes.
+        in_blocks: whether rows are asked for block by block. Then long lists of row ids are read
+            block by block too, and not kept.
     """
 
     def __init__(
@@ -123,15 +126,15 @@ class StepReader:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the chunks that were read so far, each once."""
+        """Bytes of the chunks that were read so far, each counted once."""
         readers = [*self._arrays.values(), *self._dense.values()]
         return sum(reader.read_bytes for reader in readers)
 
     def tiles(self, table: str, leaf: str) -> list[tuple[int, Tile]]:
         """Tiles of a leaf, each with the process that wrote it.
 
-        Neighbours are joined where they can be, so these are not those of the manifests; but
-        they hold the same rows in the same places. Those of a layer come before those over it.
+        Neighbours are joined where they can be. So these are not the tiles of the manifests, but
+        hold the same rows in the same places. Lower layers come before higher ones.
 
         Raises:
             FormatError: if a codec is not known.
@@ -158,7 +161,7 @@ class StepReader:
                     yield process, run[0]
                     continue
                 ids = ids_of(run)
-                # A table and its slots mostly hold the same rows: they are decoded once.
+                # A table and its slots mostly hold the same rows, whose ids are decoded once.
                 new = -1 - len(self._joined_ids)
                 index = self._joined_index.setdefault((process, ids), new)
                 if index == new:
@@ -166,7 +169,7 @@ class StepReader:
                 yield process, as_one(run, index)
 
     def layers(self, table: str, leaf: str) -> list[StepReader]:
-        """The checkpoint as readers of one layer of a leaf each, the lowest first."""
+        """Readers of a leaf, one for each layer, the lowest layer first."""
         tiles = self._tiles[table, leaf]
         found: list[StepReader] = []
         for layer in sorted({tile.layer for _, tile in tiles}):
@@ -177,10 +180,10 @@ class StepReader:
         return found
 
     def codec(self, process: int, index: int) -> Codec:
-        """A codec that a process manifest lists.
+        """The codec that a process manifest lists at an index.
 
         Raises:
-            FormatError: if it is not known, or its configuration does not fit it.
+            FormatError: if the codec is not known, or its configuration does not fit it.
         """
         key = (process, index)
         if key not in self._codecs:
@@ -210,7 +213,7 @@ class StepReader:
         return self.array(process, ref.array), ref.offset
 
     def array(self, process: int, array: str) -> ArrayReader:
-        """Reads an array of one process."""
+        """Opens an array of rows or row ids of one process."""
         key = (process, array)
         if key not in self._arrays:
             entry = self.processes[process].arrays[array]
@@ -221,7 +224,7 @@ class StepReader:
         return self._arrays[key]
 
     def read_ahead(self, limit_bytes: int) -> int:
-        """Starts to read arrays of rows, as far as they fit; returns the bytes that are left."""
+        """Starts to read arrays of rows that fit into the limit; returns the bytes left of it."""
         for process in self.processes:
             for name in process.arrays:
                 array = self.array(process.process, name)
@@ -229,7 +232,7 @@ class StepReader:
         return limit_bytes
 
     def dense_array(self, process: int) -> ArrayReader:
-        """Reads the array of dense leaves of one process that has some as tiles."""
+        """Opens the array of dense leaves of one process, which must have written some as tiles."""
         if process not in self._dense:
             part = self.processes[process].dense
             assert part is not None
@@ -240,16 +243,16 @@ class StepReader:
         return self._dense[process]
 
     def count(self, process: int, index: int) -> int:
-        """How many rows row ids `index` of a tile stand for; see `positions`."""
+        """Number of rows that row ids `index` of a tile stand for; see `positions`."""
         listed = self.processes[process].row_ids
         if index >= 0:
             return listed[index].count
         return sum(listed[one].count for one, _ in self._joined_ids[-1 - index])
 
     def lists_all_of_some(self, process: int, index: int) -> bool:
-        """Whether to list rows is to list all of a tile that has no list of its own.
+        """Whether a list of the rows would contain all rows of a tile that has no list of its own.
 
-        So it is where of tiles that are joined some have all rows and others have not.
+        That is so if some of the joined tiles have all of their rows, and others do not.
         """
         listed = self.processes[process].row_ids
         ids = self._joined_ids[-1 - index] if index < 0 else ()
@@ -259,9 +262,9 @@ class StepReader:
         """Sorted positions that row ids `index` stand for in a tile of `rows` rows.
 
         Args:
-            process: the one that wrote the tile.
-            index: as it is in the tile's segment; negative in a tile that was joined.
-            rows: of the tile.
+            process: index of the process that wrote the tile.
+            index: index in the tile's segment; negative in a tile that was joined.
+            rows: number of rows of the tile.
 
         Returns:
             int64 positions, or None for all rows.
@@ -277,24 +280,25 @@ class StepReader:
         return self._ids[key]
 
     def forget_positions(self) -> None:
-        """Forgets lists of rows: they will not be asked for any more."""
+        """Forgets lists of rows, which nobody will ask for any more."""
         self._ids.clear()
         self._ranks.clear()
 
     def positions_between(
         self, process: int, index: int, rows: int, first: int, last: int
     ) -> tuple[int, np.ndarray] | None:
-        """How many of the positions that row ids stand for come before a block, and those in it.
+        """The number of positions of row ids before a block of rows, and the positions in it.
 
         Args:
             process: see `positions`.
-            index: the same.
-            rows: the same.
+            index: see `positions`.
+            rows: see `positions`.
             first: position at which the block begins.
-            last: where it ends.
+            last: position at which it ends.
 
         Returns:
-            None where all of them are better read at once: see `positions`.
+            The number, and int64 positions in the tile. None if all positions are better read at
+            once, by `positions`.
         """
         if not self.in_blocks or index < 0 or last - first == rows:
             return None
@@ -346,15 +350,15 @@ class StepReader:
 def runs(
     tiles: Sequence[Tile], row_ids: Sequence[RowIds], widths: Mapping[str, int]
 ) -> Iterator[list[Tile]]:
-    """Cuts tiles of one process and leaf into runs, each of which is like one tile.
+    """Cuts tiles of one process and leaf into runs that can each be read like one tile.
 
     Args:
-        tiles: in the order of the manifest.
-        row_ids: of the process.
-        widths: elements that each part of a row has in the codec of the first tile.
+        tiles: tiles in the order of the manifest.
+        row_ids: row ids of the process.
+        widths: number of elements of each part of a row, in the codec of the first tile.
 
     Yields:
-        Tiles whose rows and whose places in the arrays follow each other.
+        Tiles that follow each other, in their rows and in their places in arrays.
     """
     run: list[Tile] = []
     for tile in tiles:
@@ -379,7 +383,7 @@ def _follows(
     if first.codec != second.codec or first.parts.keys() != second.parts.keys():
         return False
     if first.below or second.below:
-        return False  # a digest is of one tile
+        return False  # a digest covers one tile
     count = row_ids[first.row_ids].count
     for name, part in first.parts.items():
         other = second.parts[name]
@@ -391,7 +395,7 @@ def _follows(
 
 
 def as_one(run: Sequence[Tile], row_ids: int) -> Tile:
-    """The tile that a run is like, its rows named by `row_ids`."""
+    """One tile in the place of a run, with `row_ids` as the index of its row ids."""
     first, last = run[0], run[-1]
     box = ((first.box[0][0], last.box[0][1]), *first.box[1:])
     segment: Segment = dataclasses.replace(first.segments[0], row_ids=row_ids)
@@ -399,7 +403,7 @@ def as_one(run: Sequence[Tile], row_ids: int) -> Tile:
 
 
 def ids_of(run: Sequence[Tile]) -> tuple[tuple[int, int], ...]:
-    """Row ids of each tile of a run, and its number of rows."""
+    """For each tile of a run, the index of its row ids, and its number of rows."""
     return tuple(
         (tile.segments[0].row_ids, tile.box[0][1] - tile.box[0][0]) for tile in run
     )
@@ -411,8 +415,8 @@ def joined_positions(
     """Sorted positions in a run of tiles, relative to its first row; None for all rows.
 
     Args:
-        ids: as `ids_of` returned them.
-        read: positions of row ids in one tile of so many rows; None for all.
+        ids: row ids and numbers of rows, as `ids_of` returned them.
+        read: function that returns the positions of row ids in a tile of so many rows; None: all.
     """
     found = [read(index, rows) for index, rows in ids]
     if all(each is None for each in found):
@@ -427,5 +431,5 @@ def joined_positions(
 
 @functools.lru_cache(maxsize=1024)
 def widths_of(codec: Codec, width: int, dtype: np.dtype) -> Mapping[str, int]:
-    """Elements of each part of a row of `width` elements."""
+    """Number of elements in each part of a row that has `width` elements."""
     return {name: part.width for name, part in codec.parts(width, dtype).items()}

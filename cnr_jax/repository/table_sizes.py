@@ -13,7 +13,7 @@ from cnr_jax.format.tiles import ProcessManifest, joined_error
 from cnr_jax.repository.description import LeafDescription, TableDescription
 from cnr_jax.repository.store.checked import numpy_dtype
 
-# In the place of a leaf's name: no leaf is called so.
+# Stands for the row ids of a table in the place of a leaf's name; no leaf has this name.
 _ROW_IDS = ""
 
 
@@ -38,7 +38,7 @@ def held_tables(
                 ids = process.row_ids[segment.row_ids]
                 codecs[leaf][listed[segment.codec]] += ids.count
                 for part in segment.parts.values():
-                    # What several segments share counts for the first.
+                    # A part that several segments share counts for the first of them.
                     nbytes[leaf] += sizes.pop((part.array, part.offset), 0)
                 if segment.row_ids not in counted:
                     nbytes[tile.table, _ROW_IDS] += ids.bytes
@@ -96,8 +96,8 @@ def _table(
 def _part_bytes(process: ProcessManifest) -> dict[tuple[str, int], int]:
     """Bytes of each part of a segment, by its array and offset.
 
-    Parts follow each other in an array, so each ends where the next begins: codecs, which know
-    how long they are, need jax.
+    Parts follow each other in an array, so each ends where the next begins. Codecs know the lengths
+    too, but need jax.
     """
     offsets: dict[str, set[int]] = defaultdict(set)
     for tile in process.tiles:
@@ -119,7 +119,7 @@ def _part_bytes(process: ProcessManifest) -> dict[tuple[str, int], int]:
 
 
 def codec_text(name: str, configuration: Mapping[str, Any]) -> str:
-    """A stored codec as options call it, and its bits.
+    """Name of a stored codec as options have it, and its bits.
 
     Example:
         >>> codec_text("cnr.asymmetric", {"bits": 4, "refits": 3, "metadata_bits": 16})
