@@ -1,6 +1,6 @@
-"""The dense leaves of a step, whoever has written them: this library as tiles, or Orbax.
+"""Dense leaves of a step, whoever has written them: this library as tiles, or Orbax.
 
-Orbax did until steps stored them as tiles. Nothing else asks which it was.
+Orbax wrote them before steps stored them as tiles. Code that reads values need not know which.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from cnr_jax.repository.store.checked import (
 from cnr_jax.rows.tiling import host_device
 from cnr_jax.state.table import Path, flatten_paths, nest
 
-# Bytes of leaves that Orbax reads in one call, which costs as much as a few MiB.
+# Bytes of leaves that Orbax reads in one call; a call costs as much as reading a few MiB.
 _GROUP_BYTES = 32 << 20
 
 
 def open_dense(
     reader: StepReader, order: Sequence[DenseLeaf] | None = None
 ) -> TiledDense | OrbaxDense:
-    """The dense leaves of a step.
+    """Opens the dense leaves of a step.
 
     Args:
-        reader: of the step.
-        order: in which values will be asked for one by one; None: that of the manifest.
+        reader: reader of the step.
+        order: leaves in the order in which their values will be asked for one by one; None: the
+            order of the manifest.
 
     Raises:
         FormatError: if tiles do not cover the leaves.
@@ -60,9 +61,9 @@ def open_dense(
 
 
 def _standard_handler() -> Any:
-    """Orbax's handler of a tree of arrays and numbers, for reading.
+    """Orbax's handler that reads trees of arrays and numbers.
 
-    With a registry of its own: what a program registers for its types is not asked.
+    It has a registry of its own, so it uses no handler that a program registered for its types.
     """
     types = ocp.type_handlers
     kinds = (int, float, np.number, np.ndarray, jax.Array)
@@ -74,11 +75,11 @@ def _standard_handler() -> Any:
 class OrbaxDense:
     """Dense leaves that Orbax has written, read by its own handler.
 
-    It looks into its files by itself, so they are compared with their digests before, and looked at
-    after each call: whether they are still the same.
+    The handler opens its files by itself. So they are compared with their digests before, and a
+    look after each call shows whether they are still the same.
 
     Args:
-        reader: of the step.
+        reader: reader of the step.
         order: see `open_dense`.
     """
 
@@ -93,7 +94,7 @@ class OrbaxDense:
 
     @functools.cached_property
     def _path(self) -> Any:
-        """Where Orbax reads: a copy on a disk, as long as this is used, if it reaches no other."""
+        """Path that Orbax reads: where it cannot, a copy on a disk, which goes with this object."""
         if can(self._directory).paths:
             return DensePath(self._directory / names.DENSE)
         copy = epath.Path(tempfile.mkdtemp(prefix="cnr_jax_dense_"))
@@ -109,13 +110,15 @@ class OrbaxDense:
         """Compares all files with their digests.
 
         Raises:
-            IntegrityError: at the first that is missing or damaged, or that Orbax could take for
-                one of them.
+            IntegrityError: at the first file that is missing or damaged, or that Orbax could take
+                for one of these files.
         """
         self._seal = sealed(self._directory, self._manifest)
 
     def value(self, path: Path) -> Any:
-        """A leaf on the host: a numpy array, a number, or keys on the CPU. Frees those before.
+        """Reads a leaf to the host: a numpy array, a number, or keys on the CPU.
+
+        It keeps leaves that it has read ahead, and frees those that it had kept before.
 
         Raises:
             IntegrityError: if its data is missing or damaged.
@@ -126,7 +129,7 @@ class OrbaxDense:
         return self._held[path]
 
     def values(self, paths: Iterable[Path]) -> dict[Path, Any]:
-        """Several of them, in one call."""
+        """Reads several leaves as `value` does, in one call of Orbax."""
         both = {path: _on_host(self._leaves[path]) for path in paths}
         if not both:
             return {}
@@ -140,11 +143,11 @@ class OrbaxDense:
                 return dict(flatten_paths(handler.restore(self._path, args=args)))
 
     def part(self, path: Path, box: Box) -> Any:
-        """A part of a leaf that is no key, as `value`.
+        """Reads a part of a leaf that is no key, as `value` does.
 
         Raises:
             IntegrityError: if its data is missing or damaged.
-            FormatError: if it is not of the shape that the manifest says.
+            FormatError: if the leaf has another shape than the manifest says.
         """
         found, shape = np.asarray(self.value(path)), self._leaves[path].shape
         if found.shape != shape:
@@ -155,16 +158,17 @@ class OrbaxDense:
         return found[tuple(slice(start, stop) for start, stop in box)]
 
     def restore(self, asked: Mapping[Path, Any] | None) -> dict[Path, Any]:
-        """Leaves as a state wants them.
+        """Restores leaves as a state wants them.
 
         Args:
-            asked: see `TiledDense.restore`; Orbax makes of what is no array of jax what it is.
+            asked: see `TiledDense.restore`; but where a value is no array of jax, Orbax restores
+                the leaf as one of its type.
 
         Raises:
             IntegrityError: if the files have changed, or Orbax cannot read them though they are
                 as they were saved.
         """
-        # Else whatever somebody has put there would be read.
+        # Without this, Orbax would read whatever somebody has put there.
         if not (asked is None or asked) or not self._manifest.dense_files:
             return {}
         with self._reading(is_asked=asked is not None):
@@ -178,8 +182,8 @@ class OrbaxDense:
                 args = jax.tree.map(as_stored, handler.metadata(self._path).tree)
                 found = restored(handler, self._path, None, args)
             else:
-                # Leaves that are stored but not asked for are left out, which a standard handler
-                # refuses. Shapes may not differ: they are compared before.
+                # Stored leaves that are not asked for are left out, which `StandardRestore` would
+                # refuse. Shapes do not differ: they were compared before.
                 item = nest(asked.items())
                 args = ocp.checkpoint_utils.construct_restore_args(item)
                 found = restored(handler, self._path, item, args, partial_restore=True)
@@ -187,10 +191,10 @@ class OrbaxDense:
 
     @contextlib.contextmanager
     def _reading(self, *, is_asked: bool) -> Iterator[None]:
-        """Checks the files after they were read; tells what Orbax raises as what it means.
+        """Checks the files after they were read; raises what an error of Orbax means.
 
         Args:
-            is_asked: an error may be due to what was asked for.
+            is_asked: whether an error may be due to what was asked for.
         """
         if self._seal is None:
             self.check()
@@ -211,7 +215,7 @@ class OrbaxDense:
         self._seal.check()
 
     def _can_be_read(self) -> bool:
-        """Whether what Orbax cannot do is due to what was asked for, such as a sharding."""
+        """Whether Orbax can read all leaves as they are stored, so that the request is to blame."""
         try:
             self._restored(None)
         except Exception:
@@ -219,7 +223,7 @@ class OrbaxDense:
         return True
 
     def _group(self, first: Path) -> list[Path]:
-        """A leaf, and those that will be asked for after it, as many as are read at once."""
+        """A leaf, and as many of those that will be asked for after it as are read at once."""
         nbytes, found = 0, list[Path]()
         listed = list(self._leaves.values())
         for leaf in listed[list(self._leaves).index(first) :]:

@@ -1,4 +1,4 @@
-"""Whether a run has several processes that coordinate, and through what."""
+"""The client through which the processes of a run coordinate, and whether there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items of steps, ours and others': their handlers are called as Orbax would call them.
+"""Items of steps, of this library and others: calls their handlers as Orbax would.
 
 Saving asks nothing of Orbax's managers and checkpointers: each handler is called on its own.
 Reading goes through Orbax's `CompositeCheckpointHandler`.
@@ -25,9 +25,9 @@ from cnr_jax.checkpointer.orbax_compat.storage import as_storage_allows
 from cnr_jax.format import names
 from cnr_jax.repository.store import AnyPath, exists, write_durably
 
-# Of a step that holds one item, which a user does not name.
+# Name of the single item of a step, if the user does not name it.
 DEFAULT = "default"
-# How long what one handler has begun is waited for, once another has failed.
+# How long a failed save waits for what its other handlers have begun.
 _STOP_SECS = 60.0
 
 
@@ -35,8 +35,8 @@ class Items:
     """The handlers of a manager, by item and by what is saved or restored.
 
     Args:
-        registry: of handlers; those that are used are added to it, as Orbax remembers them.
-        root: of the manager.
+        registry: registry of handlers; those that are used are added to it, as with Orbax.
+        root: root of the manager.
     """
 
     def __init__(self, registry: Any, root: epath.Path) -> None:
@@ -46,12 +46,12 @@ class Items:
         self._numbers: ocp.Checkpointer | None = None
 
     def name(self, item: str | None, args: type, handler: Any) -> None:
-        """Says what handles an item before it was saved or restored."""
+        """Registers the handler of an item, before the item is saved or restored."""
         if item is not None and not self._registry.has(item, args):
             self._registry.add(item, args, handler)
 
     def _handler(self, item: str, args: Any) -> Any:
-        """The handler of an item for arguments, which is remembered for what it takes."""
+        """The handler of an item for arguments; it is registered for all arguments it takes."""
         registry = self._registry
         if registry.has(item, args):
             return registry.get(item, args)
@@ -64,17 +64,17 @@ class Items:
         return handler
 
     def begin(self, args: Any, metrics: Any, custom_metadata: str) -> StepItems:
-        """What is to be saved as one step, in named items.
+        """Makes the items of one save, by name.
 
         Args:
-            args: of all items.
-            metrics: of the step, saved as an item; None: none are.
-            custom_metadata: of the user, as JSON.
+            args: arguments of all items.
+            metrics: metrics of the step, which are saved as an item; None: there are none.
+            custom_metadata: metadata of the user, as JSON.
 
         Raises:
             ValueError: if one item without a name was saved before and now there are several, or
                 the other way round.
-            OptionError: if an item has a name that leads out of its step, or to a file of it.
+            OptionError: if the name of an item leads out of its step, or to a file of the step.
         """
         is_composite = isinstance(args, ocp.args.Composite)
         if is_composite:
@@ -117,10 +117,10 @@ class Items:
             )
 
     def _next_operation(self) -> None:
-        """Takes a number for the save that begins, alone of this process.
+        """Takes a number for the save that begins, of this process alone.
 
-        Handlers of Orbax note it, and wait for what was promised under it: under that of another
-        save of this process, whose directories could not be made, they would wait in vain.
+        Handlers of Orbax note the number, and wait for what was promised under it. Under the number
+        of another save that could not make its directories, they would wait in vain.
         """
         if self._numbers is None:
             here = jax.process_index()
@@ -139,12 +139,13 @@ class Items:
         """Restores items of a step.
 
         Args:
-            folder: of the step.
-            args: of one item without a name, or a Composite.
-            is_own: whether the step is of this root; another may hold items otherwise.
+            folder: folder of the step.
+            args: arguments of one item without a name, or a Composite.
+            is_own: whether the step is of this root; another root may differ in naming items.
 
         Raises:
-            ValueError: if the step holds items of the other kind, or is not committed.
+            ValueError: if the step has named items and `args` has none, or the other way round; or
+                if the step is not committed.
         """
         known = self._is_alone
         if not is_own or known is None:
@@ -169,7 +170,7 @@ class Items:
         return self._reader().restore(folder, args)
 
     def metadata(self, folder: epath.Path) -> Any:
-        """What Orbax says of a step."""
+        """Reads what Orbax tells of a step."""
         found = self._reader().metadata(folder)
         if self._is_alone is None:
             self._is_alone = exists(folder / DEFAULT)
@@ -198,17 +199,17 @@ class StepItems:
     """The items of one save.
 
     Args:
-        args: of each item.
-        handlers: of each.
-        metrics: of the step; None: none.
-        custom_metadata: of the user, as JSON.
-        root: that they are saved to.
-        next_operation: takes a number of Orbax for the save.
+        args: arguments of each item, by name.
+        handlers: handler of each item, by name.
+        metrics: metrics of the step; None: there are none.
+        custom_metadata: metadata of the user, as JSON.
+        root: root that the items are saved to.
+        next_operation: function that takes a number of Orbax for the save.
 
     Attributes:
-        handlers: the same.
-        metrics: the same.
-        committed_nsecs: when all of it was written, as the step says; 0 before.
+        handlers: as given.
+        metrics: as given.
+        committed_nsecs: time at which all was written, in ns since 1970; 0 before.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class StepItems:
         self._is_cancelled = False
 
     def stage(self, folder: AnyPath) -> Sequence[Any]:
-        """Starts to write; returns futures. The arguments are not held afterwards."""
+        """Starts to write; returns futures. Frees the arguments afterwards."""
         args, self._args = self._args, None
         assert args is not None
         begun: list[Any] = []
@@ -238,7 +239,7 @@ class StepItems:
                 self._next_operation()
                 self._run(self._start(folder, args, begun))
         except BaseException:
-            # Who wrote on would write into a folder that is about to be removed.
+            # Handlers that go on would write into a folder that is about to be removed.
             for future in begun:
                 with contextlib.suppress(BaseException):
                     future.cancel()
@@ -259,12 +260,12 @@ class StepItems:
             begun += [future for future in futures or () if future is not None]
 
     def _run(self, work: Any) -> None:
-        """Runs to its end in this thread, which has no loop, unless it is cancelled."""
+        """Runs a coroutine in this thread, which has no event loop, until it ends or `cancel`."""
         loop = asyncio.new_event_loop()
         try:
             task = loop.create_task(work)
             self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-            # Looked at last, and set first: no cancelling is missed.
+            # `cancel` sets the flag before it looks for `_cancel`, so no call of it is missed.
             if self._is_cancelled:
                 task.cancel()
             loop.run_until_complete(task)
@@ -281,7 +282,7 @@ class StepItems:
                 cancel()
 
     def finalize(self, folder: AnyPath) -> None:
-        """Ends the save of each item, once all is written to this folder; describes the step."""
+        """Ends the save of each item, once all is written to the folder; writes Orbax's note."""
         with as_storage_allows(self._root):
             for item, handler in self.handlers.items():
                 directory: Any = folder / item
@@ -308,10 +309,10 @@ def metrics_of(folder: AnyPath) -> Any:
 
 
 def _check_name(item: str) -> None:
-    """Checks that the folder of an item lies in its step, beside the files of that.
+    """Checks that the folder of an item would lie in its step, beside the step's own files.
 
     Raises:
-        OptionError: if not.
+        OptionError: if it would not.
     """
     parts = item.split("/")
     taken = parts[0] in names.OF_STEP

@@ -1,4 +1,4 @@
-"""How Orbax is told of single leaves, and what it says of them."""
+"""Single leaves, as Orbax wants them described, and as it restores them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cnr_jax.state.table import flatten_paths
 
 
 def abstract_dense(leaf: Any) -> Any:
-    """A dense leaf as Orbax wants to be told of it: abstract arrays, other leaves as is."""
+    """A dense leaf as Orbax wants it described: arrays abstract, other leaves as they are."""
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
-        # As `jax.eval_shape` makes them: the devices of the saving run may not be here.
+        # `jax.eval_shape` gives no sharding, and the devices of the saving run may not be here.
         where = fallback_sharding()
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     if isinstance(leaf, np.generic):
@@ -30,9 +30,9 @@ def abstract_dense(leaf: Any) -> Any:
 def leaf_metadata(
     path: tuple[str, ...], kind: str, shape: tuple[int, ...], dtype: str
 ) -> ocp.metadata.value.Metadata:
-    """What Orbax's metadata are of a leaf of a manifest, of a table or dense.
+    """Orbax's metadata of a leaf that a manifest lists, in a table or dense.
 
-    Of a key the dtype is that of keys of its kind, as a state has them.
+    A key has the dtype that keys of its kind have in a state.
     """
     metadata, name = ocp.metadata.value, "/".join(path)
     if kind == "text":
@@ -51,10 +51,10 @@ def leaf_metadata(
 
 
 def as_stored(stored: ocp.metadata.value.Metadata) -> ocp.RestoreArgs:
-    """How Orbax restores a leaf that nothing is said of: with all of its values.
+    """Arguments by which Orbax restores a leaf as it is stored, with all of its values.
 
-    As an array of jax or numpy, as it was; of jax on one device, or replicated on all of several
-    processes; of 64 bits, where jax has only 32, of numpy.
+    An array stays one of jax or numpy. One of jax comes on one device, or is replicated on all
+    devices of several processes. One of 64 bits becomes one of numpy if jax has only 32.
     """
     if isinstance(stored, ocp.metadata.value.StringMetadata):
         return ocp.RestoreArgs(restore_type=str)
@@ -63,21 +63,21 @@ def as_stored(stored: ocp.metadata.value.Metadata) -> ocp.RestoreArgs:
     dtype = getattr(stored, "dtype", None)
     if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-    # Of numpy's arrays no sharding is stored; what else has none, Orbax knows the type of.
+    # Arrays of numpy are stored without a sharding. Orbax knows the types of other such leaves.
     kind = jax.Array if getattr(stored, "sharding", None) is not None else None
     where = fallback_sharding()
     return ocp.ArrayRestoreArgs(restore_type=kind, sharding=where, dtype=dtype)
 
 
 def restored(handler: Any, path: Any, item: Any, asked: Any, **kwargs: Any) -> Any:
-    """What Orbax restores, in the dtypes that were asked for.
+    """Has Orbax restore leaves, and checks that they have the dtypes that were asked for.
 
     Args:
-        handler: of Orbax.
-        path: that it reads.
-        item: gives the structure; None: as it is stored.
+        handler: handler of Orbax.
+        path: path that it reads.
+        item: tree of the structure to restore; None: the structure that is stored.
         asked: `RestoreArgs` for each leaf.
-        **kwargs: of `PyTreeRestore`.
+        **kwargs: further arguments of `PyTreeRestore`.
 
     Raises:
         StateMismatchError: if jax has cut 64 bits to 32.
@@ -90,7 +90,7 @@ def restored(handler: Any, path: Any, item: Any, asked: Any, **kwargs: Any) -> A
         if dtype is None or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
             continue
         if jax.dtypes.canonicalize_dtype(dtype) != value.dtype:
-            # Where an event loop runs, as in a notebook, Orbax restores in another thread.
+            # If an event loop is running, as in a notebook, Orbax restores in another thread.
             raise errors.StateMismatchError(
                 f"{'/'.join(leaf)}: got {value.dtype}, expected {np.dtype(dtype)}: jax_enable_x64"
                 " is set for this thread, and Orbax has restored in another\n"

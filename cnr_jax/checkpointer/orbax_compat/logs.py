@@ -1,4 +1,4 @@
-"""What Orbax logs of errors that are told elsewhere: in a line, or not at all."""
+"""Orbax's log of errors that are told elsewhere: cut to a line, or left out."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from cnr_jax.texts import logger
 
 _log = logger(__name__)
 _LONGEST = 400
-# Where Orbax reads a file of metadata that it has seen to be there.
+# Module and function in which Orbax reads a file of metadata that it has seen to be there.
 _READS = ("checkpoint", "read")
-# What is said of a file that was taken away meanwhile; the last one by NFS.
+# Numbers of errors for a file that was removed meanwhile; the last one comes from NFS.
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-# Modules and functions that log an error, with its traceback, before it comes out.
+# Modules and functions that log an error, with its traceback, before they raise it.
 _SHORTENED = {("future", "run"), ("checkpoint", "_write_and_log")}
 
 
 class _Tracebacks(logging.Filter):
-    """Leaves out what is told elsewhere; other errors of Orbax are logged as ever."""
+    """Filter that shortens or drops what is told elsewhere; Orbax's other errors pass as ever."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         place = (record.module, record.funcName)
@@ -41,16 +41,16 @@ class _Tracebacks(logging.Filter):
 
 
 def _is_gone(args: Any) -> bool:
-    """Whether a record is of metadata in a folder that is no more, as of a step just deleted.
+    """Whether a record is of metadata in a folder that is gone, such as a step just deleted.
 
-    Orbax goes on without them, and then does not find the step: whoever asked for it is told, and
-    a restore of the newest step takes another.
+    Orbax goes on without them, and then does not find the step. Whoever asked for the step is told,
+    and a restore of the newest step takes another.
     """
     if not isinstance(args, tuple) or not args:
         return False
     if any(isinstance(each, OSError) and each.errno in _GONE for each in args):
         return True
-    # It was not there at all, without which other steps may be whole.
+    # The file was not there at all. A step may be whole without it, but not without its folder.
     return isinstance(args[0], epath.Path) and not exists(args[0].parent)
 
 

@@ -12,7 +12,7 @@ from cnr_jax import errors
 from cnr_jax.repository.committer import Committer, committer_for
 from cnr_jax.repository.store import AnyPath
 
-# Of Orbax's options: what says when a save is due.
+# Those of Orbax's options that say when a save is due.
 _WHEN = (
     "save_interval_steps",
     "save_on_steps",
@@ -24,14 +24,15 @@ _WHEN = (
 def checked_orbax_options(
     orbax_options: object, interval: str | None = None
 ) -> ocp.CheckpointManagerOptions:
-    """The options for Orbax that were given, or its default ones.
+    """Checks the options for Orbax; returns them, or the default ones if none were given.
 
-    Processes must have the usual parts in them. They must not say when a save is due if an
-    `interval` does.
+    They must leave every process its usual part. If `interval` says when a save is due, they must
+    not say it too.
 
     Raises:
-        OptionError: if they are of another kind, or give the part of process 0 to another, or
-            leave processes out, or name what this library does in another way.
+        OptionError: if they are of another kind, give the part of process 0 to another process,
+            leave processes out, ask for what this library does in its own way, or say when a save
+            is due though `interval` does.
     """
     if not isinstance(orbax_options, ocp.CheckpointManagerOptions | None):
         raise errors.OptionError(
@@ -73,10 +74,10 @@ def checked_orbax_options(
 
 
 def check_deletion(root: AnyPath, options: ocp.CheckpointManagerOptions) -> None:
-    """Checks that steps can go where they are to go.
+    """Checks that `todelete_full_path` is not set, as steps that go are deleted.
 
     Raises:
-        OptionError: if not.
+        OptionError: if it is set.
     """
     if options.todelete_full_path is None:
         return
@@ -94,13 +95,13 @@ def with_retention(
     *,
     is_near: bool = False,
 ) -> ocp.CheckpointManagerOptions:
-    """Options in which a single policy retains steps, whichever way the user asked for one.
+    """Options in which one policy retains steps, in whichever way the user asked for retention.
 
     Args:
-        orbax_options: the user's.
-        own: the user's own policy may be here instead, or that of a near root.
-        wrap: makes the policy from the user's own, which is None where all is to be kept.
-        is_near: whether the own one is that of a near root.
+        orbax_options: options of the user.
+        own: policy that the user gave elsewhere, or that of a near root; None: neither.
+        wrap: function that makes the policy from the user's, which is None if all steps stay.
+        is_near: whether `own` is the policy of a near root.
 
     Raises:
         OptionError: if retention is given twice.
@@ -126,7 +127,7 @@ def with_retention(
         own = _classic_policy(orbax_options)
     return dataclasses.replace(
         orbax_options,
-        # What is to be kept is for the one policy to say, which knows parents.
+        # The one policy alone says what is kept, as it knows parents.
         max_to_keep=None,
         keep_period=None,
         keep_time_interval=None,
@@ -190,7 +191,7 @@ def deciding(options: ocp.CheckpointManagerOptions) -> Any:
 
 
 def preservation_context() -> Any:
-    """What Orbax's preservation policies are asked in."""
+    """Context in which Orbax's preservation policies are asked."""
     return ocp.checkpoint_managers.PreservationContext()
 
 
@@ -221,8 +222,8 @@ def options_of_base(
     """Options with which a manager of Orbax neither looks for steps nor saves or deletes any.
 
     Args:
-        options: the user's.
-        names: of its steps.
+        options: options of the user.
+        names: format of the names of steps.
     """
     return dataclasses.replace(
         options,

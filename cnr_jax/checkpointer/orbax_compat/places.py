@@ -32,12 +32,11 @@ METRICS = checkpoint_manager.METRIC_ITEM_NAME
 
 
 class ExactPath(StorePath):
-    """A path as Orbax uses it, on which it can rely; what is made from it is one too.
+    """Path for Orbax that answers exactly, or raises; paths made from it do so too.
 
-    Orbax asks a path whether something is there, and goes on as if it were not: it leaves a
-    step out of its list, or the values out of a step that it finalizes. The paths it makes
-    itself say so of whatever cannot be seen, and take `[1]` in the name of a folder above for
-    a pattern.
+    If Orbax's own paths cannot see something, they say that it is not there. Then Orbax goes on
+    without it: it leaves a step out of its list, or the values out of a step that it finalizes.
+    They also take `[1]` in the name of a folder above for a pattern.
 
     Example:
         >>> import tempfile
@@ -56,12 +55,12 @@ class ExactPath(StorePath):
         return is_directory(self)
 
     def glob(self, pattern: str) -> Iterator[Any]:
-        """What lies below and fits; raises OSError if that cannot be seen."""
+        """Paths below that fit a pattern; raises OSError if that cannot be seen."""
         return iter(_fitting(self, pattern))
 
 
 def _fitting(path: Any, pattern: str) -> list[Any]:
-    """What lies below a path and fits a pattern, part by part."""
+    """Paths below a path that fit a pattern, part by part."""
     found: list[Any] = [path]
     for part in pattern.split("/"):
         found = [
@@ -75,10 +74,10 @@ def _fitting(path: Any, pattern: str) -> list[Any]:
 
 
 class DensePath(ExactPath):
-    """The path of a `dense/`, where Orbax is shown what can be its own alone.
+    """Path of a folder `dense` that shows Orbax only what can be its own.
 
-    Orbax reads whatever begins like one of its files, such as a copy that an editor or a store
-    that is synced has left beside it.
+    Orbax reads whatever has a name that begins like one of its files, such as a copy that an editor
+    or a synced folder has left beside the file.
 
     Example:
         >>> import tempfile
@@ -91,7 +90,7 @@ class DensePath(ExactPath):
     """
 
     def glob(self, pattern: str) -> Iterator[Any]:
-        """What lies below, fits, and has a name of Orbax's; else as of `ExactPath`."""
+        """Paths that `ExactPath.glob` gives, if they have a name of Orbax's."""
         for found in _fitting(self, pattern):
             path = found.relative_to(self).as_posix()
             if names.is_looked_up(path) or names.leads_to_looked_up(path):
@@ -99,14 +98,14 @@ class DensePath(ExactPath):
 
 
 def place_of(directory: AnyPath, *, opened: bool = False) -> Place:
-    """The final place of an item from the path that Orbax hands to its handler.
+    """The final place of an item, from the path that Orbax hands to its handler.
 
     Args:
-        directory: of the item.
-        opened: whether a manager of ours has opened the root, and so looked where it is.
+        directory: directory of the item; it may have a temporary name.
+        opened: whether a manager of this library has opened the root, and so checked its place.
 
     Raises:
-        OptionError: if it is in a store that roots cannot be in, though Orbax opens it, or the
+        OptionError: if the root is in a store that Orbax opens and this library does not, or the
             step is out of range.
 
     Example:
@@ -130,11 +129,11 @@ def place_of(directory: AnyPath, *, opened: bool = False) -> Place:
 def step_names(
     options: ocp.CheckpointManagerOptions | None,
 ) -> Callable[[str], bool] | None:
-    """Tells the names of a manager's step directories from others.
+    """Returns a function that tells the names of a manager's step directories from others.
 
     Returns:
-        None where a format of the user's own names them: it may read names that it would not
-        write.
+        The function; None if a format of the user's own names steps, as it may read names that it
+        would not write.
 
     Example:
         >>> is_step = step_names(ocp.CheckpointManagerOptions(step_prefix="ck"))
@@ -156,7 +155,7 @@ def step_names(
 
 
 def refuse_pipes(step: AnyPath) -> None:
-    """Makes sure that what describes a step, and its metrics, are read without waiting for ever.
+    """Checks that Orbax's note of a step, and its metrics, can be read without waiting for ever.
 
     Raises:
         IntegrityError: if a pipe, a socket or a device is in the place of such a file.
@@ -171,31 +170,32 @@ _beginning = threading.RLock()
 
 def _after_fork() -> None:
     global _beginning
-    _beginning = threading.RLock()  # nobody is left who would release the other
+    # The thread that would release the old lock is not in the child.
+    _beginning = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def beginning() -> contextlib.AbstractContextManager[Any]:
-    """What a save of Orbax's begins in, alone of this process.
+    """Context in which a save of Orbax's begins, one at a time in this process.
 
     Orbax keeps the number of the save that begins in one place for all threads, and asks for it
-    again and again, for what the save waits for: of two that begin at once one would wait for
-    the directories of the other. What plain Orbax saves in other threads is not kept apart: it may
+    again for each thing that the save waits for. If two saves began at once, one would wait for the
+    directories of the other. Saves by plain Orbax in other threads are not kept apart: they may
     fail, and so may the save here.
 
-    Of several processes each begins when it comes to it: they wait for each other in a beginning,
-    and threads that begin saves in another order there would never end.
+    In a run of several processes saves may begin at once. There processes wait for each other in a
+    beginning, and might wait for ever if their threads took a lock in different orders.
     """
     return contextlib.nullcontext() if jax.process_count() > 1 else _beginning
 
 
 class Directories:
-    """The directories of a save that Orbax carries out, which it makes in threads of its own.
+    """The directories of a save that Orbax carries out; Orbax makes them in threads of its own.
 
-    To be made in `async_save`. Orbax signals when they are there, and says nothing if they cannot
-    be made.
+    Make this object in `async_save`. Orbax signals when the directories are there, and says nothing
+    if they cannot be made.
     """
 
     def __init__(self) -> None:
@@ -210,11 +210,11 @@ class Directories:
         """Waits until the directories are there.
 
         Args:
-            timeout_secs: how long.
-            check: called every second; what it raises ends the wait.
+            timeout_secs: how long to wait.
+            check: function that is called every second; an error that it raises ends the wait.
 
         Raises:
-            TimeoutError: if they do not come.
+            TimeoutError: if the directories are not there in time.
         """
         deadline = time.monotonic() + timeout_secs
         while not self._made.wait(1.0):

@@ -29,7 +29,7 @@ class PlainState:
     for, and nothing is ever written.
 
     Args:
-        directory: of the item.
+        directory: directory of the item.
     """
 
     def __init__(self, directory: AnyPath) -> None:
@@ -39,7 +39,7 @@ class PlainState:
     @functools.cached_property
     def metadata(self) -> Any:
         """What Orbax says of the state: dicts and lists, with shape and dtype for each leaf."""
-        # It opens every array.
+        # Cached, as Orbax opens every array for it.
         return self._handler.metadata(self._directory)
 
     def leaves(self) -> dict[Path, _Leaf]:
@@ -47,12 +47,12 @@ class PlainState:
         return dict(flatten_paths(self.metadata.tree))
 
     def restore(self, wanted: Mapping[Path, Any]) -> dict[Path, Any]:
-        """Leaves as Orbax restores them into a state.
+        """Restores leaves as Orbax would restore them into a state.
 
         Args:
-            wanted: by path what each is restored into: an array, abstract or concrete, a number
-                or a string. Where it does not say on which devices, those of the save are
-                taken, or if these are not here, one.
+            wanted: what each leaf is restored into, by path: an array, abstract or concrete, a
+                number or a string. An abstract array without a sharding gets that of the save, or
+                `fallback_sharding` if the devices of the save are not here.
         """
 
         def target(keys: Any, stored: _Leaf) -> Any:
@@ -65,14 +65,14 @@ class PlainState:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
             return abstract_dense(leaf)
 
-        # In the structure in which the leaves are stored, so that it is the same for sure.
+        # In the structure of the stored leaves, so that the two are certainly the same.
         tree = jax.tree_util.tree_map_with_path(target, self.metadata.tree)
         asked = ocp.checkpoint_utils.construct_restore_args(tree)
         found = self._restored(tree, asked)
         return {path: x for path, x in flatten_paths(found) if path in wanted}
 
     def restore_all(self) -> Any:
-        """All leaves in the dicts and lists in which they are stored, as `as_stored` says."""
+        """Restores all leaves, as `as_stored` says, in the dicts and lists that are stored."""
         tree = self.metadata.tree
         return self._restored(None, jax.tree.map(as_stored, tree))
 
@@ -85,7 +85,7 @@ class PlainState:
 
 
 def _sharding_of(stored: _Leaf) -> jax.sharding.Sharding | None:
-    """How an array was sharded when it was saved, if the same devices are here."""
+    """Sharding of an array when it was saved; None if not all of its devices are here."""
     saved = getattr(stored, "sharding", None)
     try:
         return saved.to_jax_sharding() if saved is not None else None

@@ -1,8 +1,8 @@
 """A checkpoint of plain Orbax whose arrays are written by somebody else, block by block.
 
-Orbax wants whole arrays in memory. So it is given small ones in their places, and whoever calls
-puts the real ones there: each array is a folder of its own where Orbax does not pack them
-(`use_ocdbt=False`), and how long it is Orbax reads there and nowhere else.
+Orbax wants whole arrays in memory. So it is given small arrays, and the caller puts the real ones
+in their places. If Orbax does not pack arrays (`use_ocdbt=False`), each is a folder of its own, and
+only there does Orbax read how long the array is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cnr_jax.state.table import key_strings, nest
 
 
 def array_folder(path: LeafPath) -> str:
-    """The folder in which Orbax looks for the array of a leaf.
+    """Name of the folder in which Orbax looks for the array of a leaf.
 
     Example:
         >>> array_folder(("params", "user"))
@@ -41,11 +41,11 @@ def save_skeleton(
     """Writes a checkpoint, as `ocp.PyTreeCheckpointer` does.
 
     Args:
-        directory: to be made.
-        leaves: by path.
-        metadata: that Orbax keeps with it.
-        like: a state of the structure it is to have; None: dicts, and lists where the keys of a
-            dict are 0, 1, 2 and so on. It has the leaves that are given, and no others.
+        directory: directory that is made for it.
+        leaves: leaves by path.
+        metadata: metadata that Orbax keeps with it.
+        like: state with the wanted structure, which has the given leaves and no others; None: the
+            structure is made of dicts, and of lists where the keys of a dict are 0, 1, 2 and so on.
     """
     tree = listed(nest(leaves.items())) if like is None else _shaped(like, leaves)
     args = ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata))
@@ -63,7 +63,7 @@ def save_skeleton(
 
 
 def _registry() -> Any:
-    """Orbax's own handlers; that of texts keeps what arrays are opened with when it is made."""
+    """Orbax's own handlers, with a new one for texts, which keeps the context it is made with."""
     types = ocp.type_handlers
     kinds = (int, float, np.number, np.ndarray, jax.Array)
     known = [(kind, types.get_type_handler(kind)) for kind in kinds]
@@ -71,7 +71,7 @@ def _registry() -> Any:
 
 
 def _tells_something(record: logging.LogRecord) -> bool:
-    """Not that Orbax finds nothing packed, of a checkpoint that is not to be."""
+    """Whether a record tells something: not that nothing is packed, which is on purpose here."""
     return "Skipping merge of OCDBT" not in str(record.msg)
 
 
@@ -82,7 +82,7 @@ def _shaped(like: Any, leaves: Mapping[LeafPath, Any]) -> Any:
 
 
 def listed(tree: Any) -> Any:
-    """Nested dicts with lists in the places of those whose keys are 0, 1, 2 and so on.
+    """Nested dicts, with lists in the places of dicts whose keys are 0, 1, 2 and so on.
 
     Example:
         >>> listed({"layers": {"0": 5, "1": {"w": 6}}, "other": {"1": 7}})

@@ -1,4 +1,4 @@
-"""The error of a save whose step is there already, as programs on Orbax's manager catch it."""
+"""Error of a save whose step is there already, as programs written for Orbax's manager catch it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepExistsError(errors.DependentsExistError, StepAlreadyExistsError):
 
 
 def as_orbax_says(error: errors.DependentsExistError) -> errors.DependentsExistError:
-    """The error of a save that cannot replace a step, so that Orbax's own catches it too."""
+    """Makes an error that a step is there already one of Orbax too; returns others as they are."""
     if error.kind != StepExistsError.kind:
         return error
     return StepExistsError(str(error), path=error.path)

@@ -1,4 +1,4 @@
-"""The step directories of a root as Orbax's options name them, and what its policies are told."""
+"""Step directories of a root as Orbax's options name them, and what Orbax's policies are told."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 # Fewer steps are looked at one after the other.
 _FEW = 8
-# Requests at a time.
+# Number of requests at a time.
 _AT_ONCE = 16
-# When a step was committed, if that is not read: before all others, and as they are in a zone.
+# Time of a step whose commit time is not read: before all others, and in a time zone as they are.
 _UNKNOWN = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 
@@ -46,10 +46,10 @@ class StepInfo:
     """What policies of Orbax are told of a step.
 
     Attributes:
-        step: its number.
-        time: when this manager began to save it, as Orbax tells policies; else, of a step that was
-            there before or is listed anew, when it was committed.
-        metrics: that it was saved with.
+        step: number of the step.
+        time: time at which this manager began to save the step, as Orbax tells policies. For a step
+            that was there before, or is listed anew, the time of its commit.
+        metrics: metrics that the step was saved with; None: there are none.
     """
 
     step: int
@@ -61,14 +61,15 @@ class Steps:
     """All step directories of a root, whatever is in them.
 
     Args:
-        root: of the manager.
-        options: of Orbax, by which steps are named, due and ranked.
-        left: names what rollbacks have left behind, though it is called like a step.
+        root: root of the manager.
+        options: options of Orbax, by which steps are named, due and ranked.
+        left: function that returns the names of directories that rollbacks have left behind, and
+            that are called like steps.
 
     Attributes:
-        root: the same.
-        options: the same.
-        is_stale: whether they must be read again, as that failed.
+        root: as given.
+        options: as given.
+        is_stale: whether the steps must be read again, as reading them failed.
     """
 
     def __init__(
@@ -89,22 +90,24 @@ class Steps:
         self.is_stale = False
         # Replaced, never changed: other threads read it.
         self._infos: tuple[StepInfo, ...] = ()
-        # Directories of those that are not called as the options say, by their numbers.
+        # Names of directories with a branch in them, which options do not give, by step number.
         self._branched: Mapping[int, str] = {}
 
-    # Which there are.
+    # Which steps there are.
 
     def reload(
         self, *, numbers_only: bool = False, left: Collection[str] | None = None
     ) -> None:
-        """Reads again which there are.
+        """Reads again which steps there are.
 
-        What Orbax wrote beside the state (times and metrics) may be damaged: it is left out then,
-        with a warning. So is a step that is deleted meanwhile, without one.
+        Times and metrics that cannot be read are left out with a warning; the time at which the
+        directory last changed takes the place of the time. A step that is deleted meanwhile is left
+        out without a warning.
 
         Args:
-            numbers_only: whether times and metrics are left for the next time.
-            left: what rollbacks have left behind, as it was read anew.
+            numbers_only: whether to leave times and metrics for the next time.
+            left: names of directories that rollbacks have left behind, as read anew; None: the
+                class asks its own argument.
         """
         steps = self._found(self._left() if left is None else left)
         if numbers_only:
@@ -122,7 +125,10 @@ class Steps:
         self.is_stale = False
 
     def _found(self, left: Collection[str]) -> list[Any]:
-        """Steps as Orbax finds them; where it knows of no commits, those that are committed."""
+        """Finds the steps: those that Orbax finds, and those that only this library knows.
+
+        The latter are steps with a branch in their names, and the committed steps of a bucket.
+        """
         is_known = can(self.root).paths
         if is_known and not exists(self.root):
             return []
@@ -159,27 +165,27 @@ class Steps:
         self._infos = tuple(sorted(infos, key=lambda info: info.step))
 
     def infos(self) -> tuple[StepInfo, ...]:
-        """All of them, in order."""
+        """What policies are told of each step, in the order of steps."""
         return self._infos
 
     def numbers(self) -> list[int]:
-        """Their numbers, in order."""
+        """Numbers of all steps, in order."""
         return [info.step for info in self._infos]
 
     def add(self, info: StepInfo, directory: str) -> None:
-        """One more is committed."""
+        """Adds a step that was committed."""
         if branch_generation(directory):
             self._branched = {**self._branched, info.step: directory}
         self._keep([*(each for each in self._infos if each.step != info.step), info])
 
     def forget(self, steps: Collection[int]) -> None:
-        """Some are no more."""
+        """Leaves out steps that are no longer there."""
         known = self._branched.items()
         self._branched = {n: name for n, name in known if n not in steps}
         self._keep(info for info in self._infos if info.step not in steps)
 
     def forget_named(self, directories: Collection[str]) -> None:
-        """Some are moved out of the way of a save."""
+        """Leaves out steps by their directories, which were moved out of the way of a save."""
         if directories:
             steps = self.numbers()
             named = {n: self._branched.get(n) or self.new_directory(n) for n in steps}
@@ -196,20 +202,20 @@ class Steps:
 
     @property
     def are_broadcast(self) -> bool:
-        """Whether reading which there are is a broadcast, to which all processes come."""
+        """Whether reading the steps is a broadcast, in which all processes must take part."""
         return jax.process_count() > 1 and self.options.single_host_load_and_broadcast
 
-    # What they are called.
+    # What steps are called.
 
     def new_directory(self, step: int) -> str:
         """Name of the directory that a save of this step makes."""
         return self._names.build_name(step)
 
     def find_directory(self, step: int, root: epath.Path) -> epath.Path:
-        """The directory of a step that is there, which may be in another form than new ones.
+        """Path of the directory of a step that is there; new ones may have names of another form.
 
         Raises:
-            ValueError: if there is none, and a format of the user's own names directories.
+            ValueError: if there is no such step, and a format of the user's own names directories.
         """
         if root == self.root and step in self._branched:
             return root / self._branched[step]
@@ -220,7 +226,7 @@ class Steps:
         return root / self.new_directory(step)
 
     def _branched_in(self, root: epath.Path, step: int) -> str:
-        """The name of a step in another root that is not called as options say; empty: it is."""
+        """Name of a step with a branch in it, in another root; empty if there is none."""
         kept = store_of(root)
         if not kept.is_directory(root):
             return ""
@@ -230,7 +236,7 @@ class Steps:
         return max(found, key=branch_generation, default="")
 
     def existing_directory(self, step: int) -> str:
-        """Name of the directory of a step of the root; of a new one if there is none."""
+        """Name of the directory of a step of the root; if there is none, the one a save makes."""
         try:
             return self.find_directory(step, self.root).name
         except ValueError:
@@ -249,10 +255,10 @@ class Steps:
         """Whether a save is due.
 
         Args:
-            step: of the save.
-            after: the step that it is counted from.
+            step: number of the step to save.
+            after: newest step that was saved or restored; no step up to it is due. None: none was.
             flying: steps that are being saved, which count too.
-            is_busy: whether a save is in flight, or steps go after it.
+            is_busy: whether a save that began now would have to wait.
         """
         if self.options.read_only:
             _log.warning("%s is read only: nothing is saved", self.root)
@@ -268,7 +274,7 @@ class Steps:
         flown = {info.step for info in flying}
         before = [info for info in self._infos if info.step not in flown]
         before = sorted([*before, *flying], key=lambda info: info.step)
-        # Such a policy takes a number of a save.
+        # A continuous policy takes the number of a save of Orbax's.
         with beginning() if self._is_continuous else contextlib.nullcontext():
             asked = StepInfo(step, now())
             return bool(self._policy.should_save(asked, before, context=context))
@@ -350,7 +356,7 @@ def _info_of(step: Any) -> StepInfo | None:
         return step.info
     time, metrics = _UNKNOWN, None
     damaged: dict[str, Exception] = {}
-    # Whatever stands in those files, and of whatever type it is.
+    # Whatever those files hold, no error of reading them is raised.
     try:
         refuse_pipes(step.path)
         time = step.commit_timestamp
@@ -380,10 +386,10 @@ def _info_of(step: Any) -> StepInfo | None:
 
 
 class Unseen:
-    """The names of steps for a manager of Orbax that is not to look for any.
+    """Format of the names of steps, for a manager of Orbax that must not look for any.
 
     Args:
-        steps: says what they are called.
+        steps: steps of the root, which knows what steps are called.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -394,11 +400,11 @@ class Unseen:
         return self._steps.new_directory(step)
 
     def find_all(self, base_path: Any) -> Any:
-        """None."""
+        """Finds no steps."""
         return iter(())
 
     def find_step(self, base_path: Any, step: int) -> Any:
-        """None.
+        """Finds no step.
 
         Raises:
             ValueError: always.

@@ -1,4 +1,4 @@
-"""How Orbax is to open arrays where a file system lacks what TensorStore takes for granted."""
+"""How Orbax opens arrays on a file system that lacks what TensorStore takes for granted."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from cnr_jax.repository.store import AnyPath, locks_files, syncs_directories
 
-# What Orbax opens all arrays with that it writes.
+# TensorStore contexts with which Orbax opens all arrays that it writes.
 _CONTEXTS = (
     tensorstore_utils._BASE_TS_CONTEXT,
     tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
 )
 _changing = threading.Lock()
-# How many saves that are being begun or ended ask for each of them.
+# How many saves that are being begun or ended ask for each change of the contexts.
 _asked: collections.Counter[str] = collections.Counter()
 
 
 @contextlib.contextmanager
 def as_storage_allows(directory: AnyPath) -> Iterator[None]:
-    """Has Orbax's arrays be opened so that they can be written where some calls do not work.
+    """Context in which Orbax opens arrays so that it can write them where some calls do not work.
 
-    TensorStore takes syncing of folders and locks of the system for granted. Without the former
-    it is to sync nothing: what is written there is synced by us. The latter it can replace.
+    TensorStore expects that folders can be synced and files be locked. If folders cannot, it is
+    told to sync nothing, as this library syncs what was written. If files cannot, it is told to
+    make lock files.
 
     Args:
-        directory: below which they are written.
+        directory: directory below which the arrays are written.
     """
     wanted: dict[str, Any] = {}
-    with contextlib.suppress(OSError):  # of which who writes there says more
+    with contextlib.suppress(OSError):  # whoever writes there tells more
         if not syncs_directories(directory):
             wanted["file_io_sync"] = False
         if not locks_files(directory):
