@@ -15,8 +15,8 @@ the rows were recorded, except for those recorded again right before the save th
 
 Suppose that k rows move once. Then the n saves after that miss all of them with the same
 probability, if none of them is recorded before its turn, and if their hashes are older than the
-move. The hashes of all rows are, one round after the run began or was restored; m saves after,
-those of a share m w / N of the rows are.
+move. If they move m saves after the run began or was restored, the hashes of a share m w / N of all
+rows are older; one round after, those of all are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cnr_jax.state.optimizer_states import moving_parts
 from cnr_jax.state.table import Table, Tables
 
 _SHOWN_ROWS = 5
-# Past this share of the rows compared the look-ups of some batches are not what was missed.
+# Share of the compared rows. If more changed, they are not the look-ups of some batches.
 _MOST = 0.5
 
 # int32 of rows: the stamps that `record` wrote.
@@ -49,8 +49,8 @@ class Unrecorded:
 
     Attributes:
         rows: sorted stored rows.
-        leaves: number of them that differ in each leaf, by leaf name.
-        before: the `rows` that were recorded at an earlier time.
+        leaves: number of these rows that differ in each leaf, by leaf name.
+        before: those of `rows` that were recorded at an earlier time.
         since: clock of the oldest look with which these rows were compared.
         compared: number of rows of the table that were compared.
         recorded: rows of the table that were recorded after `since`.
@@ -85,7 +85,7 @@ def unrecorded_error(
     Args:
         tables: tables of the state.
         differing: rows that differ, for each group that was compared alone.
-        missed: indices of those that were not recorded, by group; there are some.
+        missed: indices of the rows that were not recorded, by group; there are some.
         stamps: function that returns the stamps of all rows.
         lineage: lineage of the stamps.
         state: state in which the likely cause is looked for.
@@ -117,8 +117,8 @@ def _unrecorded(
     """Collects the unrecorded rows of one table.
 
     Args:
-        differing: rows of its groups that differ.
-        missed: indices of those that were not recorded, by group.
+        differing: rows of the table that differ, by group.
+        missed: indices of the rows that were not recorded, by group.
         stamps: function that returns the stamps of all rows.
     """
     here = Unrecorded()
@@ -213,7 +213,7 @@ def _rows_text(table: Table, rows: Unrecorded) -> str:
 
 
 def _cause(table: Table, rows: Unrecorded, state: Any) -> str:
-    # From the surest sign to the mere pattern of the rows.
+    # From the surest sign down to the mere pattern of the rows.
     parts = moving_parts(state, table)
     if parts:
         return (

@@ -1,8 +1,8 @@
 """Tracker of changed rows: recorded, by fingerprints, or both.
 
-Two sources of stamps stand behind one question, which rows are to be saved on top of a
-parent. Recorded stamps travel with the state and are tied to parents by their lineage;
-fingerprint stamps are kept here, and hold for whatever state is saved next.
+Two sources of stamps answer one question: which rows does a save on top of a parent hold? Recorded
+stamps travel with the state, and their lineage ties them to parents. Fingerprint stamps are kept
+here, and hold for whatever state is saved next.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ class ChangedRows:
     Attributes:
         mode: how rows that changed are found.
         shards: what this process saves of the tables.
-        dense: every leaf of no table, all of which is saved, with how the manifest describes it.
-        stamps: those that choose rows; the lineage is empty if they are the first.
-        touched: of the touched rows that go with the state, used or not; None without any.
-        look: at all rows; None where none was needed.
-        glimpse: at some rows; None where none was needed.
+        dense: dense leaves of the state, each as the manifest describes it, with its value.
+        stamps: lineage and clock of the stamps that choose rows; the lineage is empty if
+            fingerprints make their first stamps.
+        touched: lineage and clock of the touched rows given with the state, used or not; None:
+            there are none.
+        look: look at all rows; None: none was needed.
+        glimpse: look at some rows; None: none was needed.
         doubt: why a delta might miss rows: an audit that was due could not be made, or the clock
             has stopped; empty otherwise.
-        secs: that the look, or glimpse, took.
-        wait_secs: how long the train step was waited for.
+        secs: seconds that the look, or glimpse, took.
+        wait_secs: seconds in which the train step was waited for.
     """
 
     mode: Tracking
@@ -80,7 +82,7 @@ class ChangedRows:
 
     @property
     def recorded(self) -> Moment | None:
-        """Of touched rows that are used; None in fingerprint mode."""
+        """Lineage and clock of touched rows that are used; None in fingerprint mode."""
         return None if self.mode == "fingerprint" else self.touched
 
 
@@ -91,30 +93,30 @@ class Tracker:
         options: options of the run.
 
     Attributes:
-        followed: some rows of the saved tables, as they were when the run began or was restored;
-            None: nothing was saved or restored yet.
+        followed: some rows of the tables, as they were when the run began or was restored; None:
+            nothing was saved or restored yet.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._tiling: Tiling | None = None
-        # Of the leaves and stamps that it is of, in order.
+        # Shardings of the leaves and stamps that the tiling is for, in order.
         self._shardings: list[Sharding] = []
         self.followed: FollowedRows | None = None
         self._mode: Tracking | None = None
         self._watch: RowWatch | None = None
-        # Of the stamps that fingerprints made.
+        # Lineage and newest clock of the stamps that fingerprints made.
         self._prints = _NEVER
-        # The rows of a recorded run that are remembered, and its touched rows at the last save.
+        # Remembered rows of a recorded run, and lineage and clock of its last save.
         self._rotation: Rotation | None = None
         self._last: Moment | None = None
         self._is_of_restored = False
-        # Of the touched rows that the last restore gave.
+        # Lineage and clock of the touched rows that the last restore returned.
         self._given = _NEVER
         self._has_said_unused = False
 
     def mode(self, touched: Touched | None) -> Tracking:
-        """Mode of tracking: asked for, else as before, else suggested by `touched`."""
+        """Mode of tracking: that of the options, else as before, else what `touched` suggests."""
         asked = self._options.tracking or self._mode
         return asked or ("fingerprint" if touched is None else "recorded")
 
@@ -126,13 +128,13 @@ class Tracker:
         arrays: Arrays,
         dense: Sequence[tuple[DenseLeaf, Any]] = (),
     ) -> ChangedRows:
-        """Looks for changed rows; nothing is changed here until `keep`.
+        """Looks for changed rows; changes nothing here: `keep` does.
 
         Args:
-            state: that is to be saved.
-            touched: that goes with it; needed unless the mode is fingerprint.
-            tables: of the state.
-            arrays: their leaves.
+            state: state that is to be saved.
+            touched: touched rows that go with it; needed unless the mode is fingerprint.
+            tables: tables of the state.
+            arrays: leaves of the tables.
             dense: all other leaves of the state, as the manifest describes them.
 
         Raises:
@@ -188,10 +190,10 @@ class Tracker:
         )
 
     def _say_unused(self, given: Moment | None) -> None:
-        """Says once that touched rows are not used, unless that was asked for.
+        """Warns once that touched rows are not used, unless the options ask for that.
 
-        For the touched rows of a restore, into which nobody has recorded, there is no warning: each
-        restore returns some, and a program may hand on both values that it was given.
+        There is no warning for touched rows of a restore in which nobody has recorded: each restore
+        returns some, and a program may hand on both values that it was given.
         """
         if self._options.tracking is not None or self._has_said_unused:
             return
@@ -209,9 +211,9 @@ class Tracker:
             )
 
     def by_fingerprints(self, mode: Tracking) -> bool:
-        """Whether fingerprints choose the rows; else those that were recorded.
+        """Whether fingerprints choose the rows of a save; else all recorded rows are saved.
 
-        In an audited run they choose the rows that both found: any others stop it.
+        In an audited run they choose only recorded rows: if any other row changed, no save is made.
         """
         return mode == "fingerprint" or self._options.drop_unchanged
 
@@ -223,7 +225,7 @@ class Tracker:
         return self._watch
 
     def _audits(self, recorded: Moment | None) -> bool:
-        """Whether a recorded run looks at some of its rows; at its limit all saves are full."""
+        """Whether a recorded run audits some rows; past the limit of clocks all saves are full."""
         assert recorded is not None
         return self._options.audit_bytes > 0 and recorded.clock < CLOCK_LIMIT
 
@@ -233,9 +235,9 @@ class Tracker:
         arrays: Arrays,
         stamps: Mapping[str, jax.Array] | None,
     ) -> Tiling:
-        """Tiling of this process's part; rows lie as the stamps do, or as they would.
+        """Tiling of this process's part; rows are cut as the stamps are sharded, or would be.
 
-        The same object as long as tables and stamps are sharded in the same way.
+        It is the same object as long as tables and stamps are sharded in the same way.
         """
         found = [x.sharding for leaves in arrays.values() for x in leaves.values()]
         found += [x.sharding for x in (stamps or {}).values()]
@@ -259,7 +261,7 @@ class Tracker:
             self._rotation = Rotation(self._options.audit_bytes)
         last = self._last
         assert recorded is not None
-        # Rows of another lineage, or of a time ahead, say nothing about these.
+        # What was seen in another lineage, or at a later clock, says nothing about these rows.
         known = last is not None and last.lineage == recorded.lineage
         anew = last is None or not known or last.clock > recorded.clock
         return self._rotation.look(shards, anew=anew)
@@ -293,10 +295,10 @@ class Tracker:
         touched: Touched,
         tables: Tables,
     ) -> None:
-        """Checks that rows which differ from what they were have been recorded since.
+        """Checks that the rows that differ from what they were have been recorded since.
 
         Raises:
-            AuditError: if some have not.
+            AuditError: if a row has not.
         """
         assert self._last is not None
         if glimpse is not None:
@@ -387,12 +389,12 @@ class Tracker:
 
         Args:
             touched: touched rows of that state; fingerprints go on in its lineage.
-            mode: mode of its run, in which this one goes on unless options give another; None: it
-                has none.
+            mode: mode of its run, in which this one goes on unless options give another; None: its
+                run has none.
         """
         self.close()
-        # Past the clocks of all that `touched` may be compared with, so that a save that
-        # knows no rows chooses all.
+        # Later than the clocks of all parents in this lineage, so that a save that knows no rows
+        # chooses all.
         self._prints = self._given = _moment(touched)
         if self._mode is None:
             self._is_of_restored = mode is not None
@@ -409,9 +411,9 @@ class Tracker:
 
         Args:
             tables: all tables, restored whole.
-            arrays: their leaves.
-            touched: the fresh touched rows of the state; fingerprints go on in its lineage.
-            stamps: stamps of the restored rows, int32.
+            arrays: leaves of the tables.
+            touched: fresh touched rows of the state; fingerprints go on in their lineage.
+            stamps: function that returns the stamps of restored rows, int32.
         """
         self._last = _moment(touched)
         mode = self.mode(touched)
@@ -432,8 +434,8 @@ class Tracker:
 
 
 def moment_of(touched: Any) -> Moment | None:
-    """The lineage and clock of touched rows; None without any, or if they hold nothing."""
-    # Others are refused elsewhere, or do not matter where fingerprints choose the rows.
+    """Lineage and clock of touched rows; None if there are none, or they hold nothing."""
+    # Other values are refused elsewhere, or do not matter as fingerprints choose the rows.
     if not isinstance(touched, Touched) or not _is_alive(touched):
         return None
     return _moment(touched)
