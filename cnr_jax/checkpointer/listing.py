@@ -86,8 +86,8 @@ class Listing:
         Args:
             item: name of the item that holds the state; None: the one that is found.
             writes: whether the manager saves.
-            recovers: brings back what the root lacks, before it is read; on process 0 of a manager
-                that saves.
+            recovers: function that brings back what the root lacks, before it is read; called on
+                process 0 of a manager that saves.
 
         Returns:
             The directories that will be made.
@@ -152,14 +152,14 @@ class Listing:
         return self._saves.ledger
 
     def ledger_of(self, root: epath.Path, item: str) -> Ledger:
-        """Reads the ledger of a root anew, which may be the manager's own by another name."""
+        """Reads the ledger of a root anew; this may be the manager's own root by another name."""
         return self._writer.load(root, item)
 
     def bring_back(self, step: int, mirror: Mirror | None, mirrored: bool) -> None:
-        """Brings a step from the mirror that the root lacks, before it is restored.
+        """Brings a step that the root lacks from the mirror, before it is restored.
 
         Args:
-            step: the step.
+            step: number of the step.
             mirror: mirror of the root; None on processes that copy nothing.
             mirrored: whether there is one, as all processes know.
         """
@@ -214,7 +214,7 @@ class Listing:
         return sorted({entry.step for entry in self._asked_again().branch()})
 
     def best_step(self) -> int | None:
-        """Best of these steps by metrics; the newest if steps are not ranked."""
+        """Best step by metrics that can be restored; the newest one if steps are not ranked."""
         if not self._steps.has_best:
             return self.latest_step()
         restorable = set(self.steps())
@@ -241,7 +241,7 @@ class Listing:
         ledger = self._saves.ledger
         found = verify(self._root, level, item=self.item)
         for problem in found:
-            # A file that is only superfluous, and can be moved away, does not make a step damaged.
+            # A superfluous file, which can be moved away, does not make a step damaged.
             if problem.consequence and problem.kind != UNKNOWN:
                 path = "/".join((problem.directory, problem.file)).rstrip("/")
                 ledger.note_damage(path, problem.message.partition("\n")[0])
@@ -343,7 +343,7 @@ class Listing:
             )
 
     def find_state(self, root: epath.Path, step: int, item: str) -> str:
-        """Finds the item of a step that holds the state, before Orbax takes another for ours.
+        """Finds the item of a step that holds the state, so that Orbax takes no other for ours.
 
         Args:
             root: root that holds the step.
@@ -351,13 +351,13 @@ class Listing:
             item: name of the item that holds the state in other steps of the root.
 
         Raises:
-            IntegrityError: if it is not there, holds nothing that this library could restore,
+            IntegrityError: if the step is not there, holds nothing that this library could restore,
                 or has something else in the place of the file that Orbax reads first.
         """
         try:
             directory = self._steps.find_directory(step, root)
         except ValueError:
-            return item  # there is none: Orbax says so
+            return item  # there is no such step: Orbax says so
         held = directory / item
         with accessing(held):
             refuse_pipe(directory / names.ORBAX_METADATA)

@@ -23,9 +23,9 @@ def save_error(
     """Makes a `SaveError` from an error, or returns it if it is one.
 
     Args:
-        error: the error that was raised.
-        step: number of the step that was being saved, if it is known.
-        directory: directory that it was to be in.
+        error: error that was raised.
+        step: number of the step that was being saved; None: not known.
+        directory: directory that the step was to be in; None: not known.
     """
     if isinstance(error, SaveError):
         return error
@@ -59,7 +59,7 @@ def after_commit(error: BaseException, step: int | None) -> SaveError:
 
 
 def taken_down(step: int, below: int, error: CnrError | None) -> SaveError:
-    """Makes a `SaveError` for a save that rests on one that failed, of the kind of its error."""
+    """Makes a `SaveError` for a save that rests on a failed one; it has the kind of that error."""
     known = error if isinstance(error, SaveError) else SaveError("")
     return SaveError(
         f"step {step} is not saved: it rests on step {below}, whose save failed\n"
@@ -85,7 +85,7 @@ def _has_ended() -> bool:
     return (
         sys.is_finalizing()
         or not threading.main_thread().is_alive()
-        # Pools of threads are ended before the main thread is said to be: no public name.
+        # Python ends pools of threads before it says that the main thread ended. No public name.
         or bool(getattr(concurrent.futures.thread, "_shutdown", False))
     )
 
@@ -99,11 +99,11 @@ def without_frames(error: CnrError) -> CnrError:
 def as_save_errors(step: int | None, directory: str) -> Iterator[None]:
     """Raises a `SaveError` for errors of the system; others are raised as they are.
 
-    The error of a step that is there already is one of Orbax, too.
+    If the step is there already, the error is one of Orbax too.
 
     Args:
-        step: number of the step that is being saved; None: none was begun.
-        directory: directory that it is to be in.
+        step: number of the step that is being saved; None: no save was begun.
+        directory: directory that the step is to be in.
     """
     handled = sys.exception()
     try:

@@ -33,17 +33,17 @@ from cnr_jax.texts import logger
 
 _log = logger(__name__)
 
-# Of the rows, as in Check-N-Run, but at least so many; and at most so many elements, of tables
-# whose rows are very wide.
+# Share of the rows in a sample, as in Check-N-Run, but at least so many rows, and at most so many
+# elements if rows are very wide.
 _SHARE = 1e-5
 _LEAST_ROWS = 4096
 _MOST_ELEMENTS = 1 << 24
-# What is tried. The greedy search gains nothing from more bins on trained rows.
+# Settings that are tried. On trained rows the greedy search gains nothing from more bins.
 _ITERATIONS = (0, 1, 2, 3, 4, 6, 8)
 _REFITS = (0, 1, 2, 3, 4, 5, 7, 9)
 _BINS = (5, 10, 15, 25, 45)
 _RATIOS = (0.2, 0.4, 0.6, 0.8, 1.0)
-# Encoded at a time, as long as these are no more bytes than a chunk of a save.
+# Most rows that are encoded at a time; they have no more bytes than a chunk of a save.
 _MOST_ROWS = 4096
 
 
@@ -266,12 +266,12 @@ def _take(data: jax.Array, at: jax.Array) -> jax.Array:
 
 @own_settings()
 def of_all(found: np.ndarray) -> np.ndarray:
-    """Gathers an array on all processes, whose values are each on one, and zeros elsewhere."""
+    """Gathers an array on all processes; each value is on one of them, with zeros on the others."""
     processes = jax.process_count()
     if processes == 1:
         return found
-    # Sums of bits, to which zeros add nothing: those of numbers would not keep -0.0. Without x64
-    # jax has no more than 32 of them.
+    # Bits are summed, as sums of numbers would not keep -0.0. Without x64 jax has integers of at
+    # most 32 bits.
     bits = np.ascontiguousarray(found).view(f"u{min(found.itemsize, 4)}")
     # One device of each process carries its values.
     firsts = [

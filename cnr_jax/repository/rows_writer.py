@@ -474,7 +474,7 @@ def _sampled_errors(errors: Mapping[str, RowErrors]) -> dict[str, SampledError] 
 
 
 def _sampled_motions(found: Mapping[str, Motion]) -> dict[str, SampledMotion] | None:
-    """Motion of each table's rows, as a manifest holds it; None if that of no table is known."""
+    """Motion of each table's rows, as a manifest holds it; None if no motion is known."""
     return {
         table: SampledMotion(rows=rows, even_bits=round(even_bits, 4))
         for table, (rows, even_bits) in found.items()

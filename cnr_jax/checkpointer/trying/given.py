@@ -80,10 +80,10 @@ def check_function(name: str, given: object, arguments: str) -> None:
 
 
 def check_better(better: object) -> None:
-    """Checks that each metric has a direction that is better.
+    """Checks that a better direction is given, or one for each metric.
 
     Raises:
-        OptionError: if it is not.
+        OptionError: if one is missing or is no direction.
     """
     if not all(
         isinstance(way, str) and way in ("higher", "lower") for way in _each(better)
@@ -171,7 +171,7 @@ def _number(value: Any, name: str, what: str) -> float:
     Raises:
         OptionError: if it is none.
     """
-    # Of arrays too, and without their values.
+    # Arrays have a dtype and a shape too; their values are not needed for that.
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     is_flag = isinstance(value, bool) or dtype == np.dtype(bool)
     if not is_flag and not isinstance(value, str | bytes) and not shape:

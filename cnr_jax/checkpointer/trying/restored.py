@@ -1,7 +1,7 @@
 """Rounds a train state as a restore would, without a checkpoint, and counts its bytes.
 
-Rows are encoded and decoded on the shards where they are, which keep their shardings: as in a save,
-each device sees its part of a row alone.
+Rows are encoded and decoded where they are, and keep their shardings. As in a save, each device
+sees only its part of a row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RowBytes(NamedTuple):
     """Bytes that a full save takes for the rows of a state, and how far off they then are.
 
     Attributes:
-        tables: bytes of encoded rows of tables, and of those that are stored exactly beside.
+        tables: bytes of encoded rows of tables, and of rows that are stored exactly beside them.
         slots: the same for optimizer slots.
         off: errors of the rows of tables.
     """

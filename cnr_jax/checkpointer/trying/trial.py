@@ -223,7 +223,7 @@ def encoding_of(options: Options, width: Width, tables: Tables) -> Encoding:
 def _encoding_of(given: Encoding, width: Width) -> Encoding:
     own = dict(given.tables)
     if width == "raw":
-        # Bits of a table's own are of the codec that all have.
+        # A table with bits of its own, but no codec, keeps the codec of all tables.
         codec = "adaptive" if given.codec is NOT_GIVEN else given.codec
         for name, table in own.items():
             if table.bits is not NOT_GIVEN and table.codec is NOT_GIVEN:
@@ -271,7 +271,7 @@ class _Trial:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of tables and slots among these."""
+        """Bytes of the tables and slots of the state, in memory."""
         return sum(leaf.nbytes for t in self._tables.values() for leaf in t.leaves)
 
     def exact(self, seeds: Sequence[int]) -> list[Metrics]:
@@ -297,10 +297,10 @@ class _Trial:
         seeds: Sequence[int],
         exact: Sequence[Metrics],
     ) -> tuple[list[Metrics], RowBytes, bool]:
-        """Metrics of the state as a width restores it, one for each seed, and its rows.
+        """Metrics of the state as a width restores it, one for each seed, and bytes of its rows.
 
         Also whether the loss may depend on the seed. It does not if all rows are stored exactly,
-        and so the metrics are those of the state as it is, `exact`.
+        and the metrics are those of the state as it is, `exact`.
         """
         found: list[Metrics] = []
         rows: RowBytes | None = None
@@ -310,10 +310,10 @@ class _Trial:
             state = self._state
             is_random = is_random or self._train is not None
             for i in range(self._restores):
-                # As where it is not known how far rows move from restore to restore.
+                # As in a run that does not know how far rows move between restores.
                 dither = Dither(f"{seed:016x}{i:016x}", encoding.dithered_bits(i))
                 state, leaves = restored(state, self._tables, encoding, dither)
-                # Of the state that was given, the first restored.
+                # Those of the state that was given, as the first seed restores it.
                 rows = rows or row_bytes(leaves)
                 is_random = is_random or any(each.is_dithered for each in leaves)
                 is_rounded = is_rounded or any(each.is_rounded for each in leaves)
@@ -359,7 +359,7 @@ class _Trial:
                 f"  got {sorted(metrics)}, expected {sorted(like)}"
             )
         self._check_alive(self._state, "after evaluate the state")
-        # Of process 0, so that all processes come to the same.
+        # The figures of process 0 count, so that all processes come to the same.
         values = np.zeros((jax.process_count(), len(metrics)))
         values[jax.process_index()] = list(metrics.values())
         first = dict(zip(metrics, of_all(values)[0].tolist(), strict=True))
