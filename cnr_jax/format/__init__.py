@@ -1,7 +1,6 @@
-"""The contract: what the bytes of a checkpoint mean.
+"""Format of checkpoints: what their bytes mean.
 
-Standard library and numpy only: no jax, no file access, so that any tool can read a
-checkpoint's description. The invariant to remember: everything that is parsed here may
-come from a damaged disk, so a reader either returns what the format allows or raises
-`errors.FormatError`.
+It takes the standard library and numpy, but neither jax nor files, so any tool can read the
+description of a checkpoint. The invariant to remember: whatever is parsed here may come from a
+damaged disk, so a reader either returns what the format allows or raises `errors.FormatError`.
 """

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 Box = tuple[tuple[int, int], ...]
-# Pairs of boxes that overlap, of which there may be as many as their square.
+# Overlaps that are told of: there may be as many as pairs of boxes.
 _SHOWN = 3
 
 
@@ -36,7 +36,7 @@ def cover_problems(name: str, shape: Sequence[int], boxes: list[Box]) -> list[st
         )
         if not inside:
             return [f"{name}: tile {box_json(box)} is outside shape {list(shape)}"]
-    # No element is left out if volumes add up, provided that none is held twice.
+    # If volumes add up and no element is held twice, none is left out.
     covered = sum(math.prod(b - a for a, b in box) for box in boxes)
     size = math.prod(shape)
     if covered != size:

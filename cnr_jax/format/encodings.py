@@ -22,7 +22,7 @@ class NamedConfiguration:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableEncodingEntry:
-    """Encoding of one table, where it differs from that of all; None: as of all.
+    """Encoding of one table, where it differs from that of all tables; None: it does not.
 
     Attributes:
         codec: codec of the table: its name in options, or a codec as stored.
@@ -100,5 +100,5 @@ def _read_table_encoding(fields: Fields) -> TableEncodingEntry:
 
 
 def encoding_told(document: Mapping[str, Any]) -> EncodingEntry:
-    """Reads an encoding that another process sent, and had read before."""
+    """Reads an encoding that another process has read, and sent."""
     return read_encoding(Fields(document, "encoding", []))

@@ -1,8 +1,7 @@
 """JSON documents with a digest of themselves: their canonical bytes, and their typed fields.
 
-Fields are read with every problem collected instead of the first, so that a damaged manifest is
-reported whole: each problem is one line that names the field, what was expected and what was
-found.
+Reading collects all problems instead of raising the first, so one error tells all that is wrong
+with a manifest. A problem is one line: the field, what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from cnr_jax.integers import LARGEST
 
 T = TypeVar("T")
 _MISSING = object()
-# Made once: `json.dumps` makes one in each call that is given anything but the defaults.
+# Made once: `json.dumps` makes an encoder in each call that has other options than the defaults.
 json_text = json.JSONEncoder(
     sort_keys=True, separators=(",", ":"), allow_nan=False
 ).encode
@@ -31,7 +30,7 @@ def is_integer(value: object, minimum: int = 0) -> TypeGuard[int]:
 
 
 def is_path(text: str) -> bool:
-    """Whether a text is a path that leads to nothing but what is below a folder."""
+    """Whether a text is a path that stays below the folder it starts from."""
     return all(map(names.is_component, text.split("/")))
 
 
@@ -76,7 +75,7 @@ class Fields:
         return tuple(self._value)
 
     def integer(self, key: str, *, minimum: int = 0, most: int = LARGEST) -> int:
-        """An integer from `minimum` to `most`; `minimum` itself after a problem."""
+        """Reads an integer from `minimum` to `most`; `minimum` itself after a problem."""
         value = self._value.get(key, _MISSING)
         if is_integer(value, minimum) and value <= most:
             return value
@@ -215,8 +214,8 @@ class Fields:
         }
 
 
-# What nearly all manifests of a run have alike, by key, size and digest of its text; of few runs
-# at a time. Objects take several times the bytes of their text.
+# Objects that nearly all manifests of a run have alike, by key, size and digest of their text.
+# Those of few runs are kept: they take several times the bytes of the text.
 _alike: dict[tuple[str, int, bytes], tuple[Any, ...]] = {}
 _MOST_ALIKE = 64
 _MOST_ALIKE_BYTES = 2 << 20
@@ -260,7 +259,7 @@ def dump_document(document: Mapping[str, object]) -> bytes:
 
 
 def _joined(texts: Mapping[str, str]) -> bytes:
-    """Joins values that are text already into the canonical object: each is made once."""
+    """Joins values that are text already into the canonical object, so each is made once."""
     pairs = (f"{json_text(key)}:{text}" for key, text in sorted(texts.items()))
     return f"{{{','.join(pairs)}}}\n".encode()
 
@@ -273,7 +272,7 @@ def _is_intact(data: bytes, document: dict[str, object]) -> bool:
         return False
     if f"{text}\n".encode() != data:
         return False
-    # `format` comes before it. No digest within the document can be the same as its own.
+    # The comma is there, as `format` comes first. No other digest in the document is the same.
     own = f',"sha256":{json_text(document.get("sha256"))}'
     body = text.replace(own, "", 1)
     return document.get("sha256") == hashlib.sha256(f"{body}\n".encode()).hexdigest()

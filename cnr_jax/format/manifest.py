@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it is, what it needs, and the digests of its parts.
+"""Manifest of a checkpoint: what it is, what it needs, and the digests of its parts.
 
-`manifest.json` is written last. A step without it does not exist; a step with it names every
-other file by size and digest, its parent by directory and uuid, and carries what a resumed run
+`manifest.json` is written last: a step without it does not exist. It names the manifests of the
+processes by size and digest, and the parent by directory and uuid. It holds what a resumed run
 needs to decide about its next save. SPEC.md describes each field.
 """
 
@@ -130,7 +130,7 @@ class HistoryEntry:
     saves: int = 1
 
 
-# Entries of a history: as many saves as a chain may have, the manifest grows no further.
+# The most entries of a history, however many saves a chain has: else manifests would grow.
 MAX_HISTORY = 48
 
 
@@ -249,15 +249,15 @@ class Manifest:
     writer: Mapping[str, Any]
     required_features: tuple[str, ...] = ()
     version: int = names.VERSION
-    # None: that of all steps whose manifests name none.
+    # None: the run of all steps with manifests that name none.
     run: str | None = None
-    # Empty: of older branches no step is part of this one. None: the manifest does not say.
+    # Empty: no step of an older branch is part of this one. None: the manifest does not say.
     forks: tuple[Fork, ...] | None = None
     # None: the manifest does not say.
     encoding: EncodingEntry | None = None
     # None: it is not known.
     motion: SampledMotion | None = None
-    # Uuids of the checkpoints of the same state that this one stands for; None: it does for none.
+    # Uuids of the checkpoints of the same state that this one stands for; None: there are none.
     stands_for: tuple[str, ...] | None = None
 
     @property
@@ -332,10 +332,10 @@ def load(data: bytes, where: str) -> Manifest:
 
 
 def _misplaced(manifest: Manifest) -> list[str]:
-    """Leaves that no state has all of: two in one place, or one below another."""
+    """Lists leaves that no state can have: two in one place, or one below another."""
     of_tables = (leaf.path for table in manifest.tables for leaf in table.leaves)
     paths = sorted([*of_tables, *(leaf.path for leaf in manifest.dense_leaves)])
-    # Sorted, what is below a leaf comes right after it.
+    # In sorted order, what is below a leaf comes right after it.
     return [
         f"path {list(below)}: is at or below another leaf's, {list(path)}"
         for path, below in itertools.pairwise(paths)
@@ -395,7 +395,7 @@ def read_motion(fields: Fields) -> SampledMotion:
     """Reads a `SampledMotion`."""
     return SampledMotion(
         rows=fields.integer("rows", minimum=1),
-        # Powers of two with such exponents do not overflow.
+        # Within these bounds powers of two do not overflow.
         even_bits=max(-400.0, min(fields.any_number("even_bits"), 400.0)),
     )
 
@@ -512,7 +512,7 @@ def _quick_history(item: Any) -> HistoryEntry | None:
         size, rows, secs = item["bytes"], item["rows"], item["secs"]
     except (KeyError, TypeError, AttributeError):
         return None
-    # Types alone: the rest is looked at once for all manifests that list a save.
+    # Types alone: values are checked once for all manifests that list a save.
     if type(kind) is str and type(secs) is float and type(saves) is int:
         if type(step) is type(size) is type(rows) is int:
             return _history_entry(step, kind, size, rows, secs, saves)

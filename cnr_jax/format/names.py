@@ -1,7 +1,7 @@
-"""Names of the files and folders of one checkpoint item, and of the fields in them.
+"""Names of the files and folders in a root, in its steps and in their items, and of features.
 
-A step is `<root>/<step directory>/<item>/`; everything below that is named here. Orbax names the
-step directory and, while a save is in flight, adds `TEMPORARY_SUFFIX` to it and to the item.
+An item is `<root>/<step directory>/<item>/`. Orbax names the step directory and, while a save is in
+flight, adds `TEMPORARY_SUFFIX` to it and to the item.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ FORMAT = "cnr_jax"
 VERSION = 1
 # Arrays whose chunks are compressed by zstd.
 ZSTD = "zstd"
-# Arrays of numbers whose bytes are compressed apart: all first ones, all second ones, and so on.
+# Arrays that are compressed with the bytes of numbers apart: all first ones, all second ones, ...
 BLOSC = "blosc"
-# Arrays of integers whose chunks are packed row by row, and the feature that they are, as are
-# segments that are added to what lies below them.
+# Codec of arrays of integers with chunks of packed rows. The feature stands for these, and for
+# segments that are added to the rows below them.
 PACKED_ROWS, LATTICE = "packed_rows", "lattice"
-# Codecs of moments of gradients, and the feature that some rows are of these: centres are added
-# too, and parts of one leaf are those of another.
+# Codecs of moments of gradients. The feature says that rows are in them: centres are added too,
+# and two leaves share parts.
 MOMENT_CODECS, MOMENTS = ("cnr.octave", "cnr.unit"), "moments"
 # Dense leaves that are stored as tiles, like rows, rather than by Orbax.
 DENSE_TILES = "dense_tiles"
-# Steps that stand for others, of whose rows they may hold several layers.
+# Steps that stand for others, and may hold rows in several layers.
 MERGED = "merged"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
@@ -49,13 +49,14 @@ REMOVED_MARK = ".removed-"
 # Begins the name of a folder that holds the steps of an earlier run, and is a root itself.
 EARLIER_RUN = "earlier-run-"
 
-# In a step directory of a store without renames, or one that was one: which attempt holds it where
-# files are put under a condition, and whether that has committed it; and what Orbax looks for,
-# which commits it where the first does not. A removal takes them in turn.
+# In a step directory of a store without renames, or one that came from there. Where files are put
+# under a condition, the first says which attempt holds the step, and whether that has committed it.
+# The second is what Orbax looks for; it commits a step without the first. A removal takes both in
+# turn.
 ATTEMPT = "cnr_jax.attempt.txt"
 ORBAX_COMMITTED = "commit_success.txt"
 MARKERS = (ATTEMPT, ORBAX_COMMITTED)
-# In the first, while what is there is being removed.
+# Text of the first while the step is being removed.
 REMOVED = b"removed"
 # Files right in the folder of a step, beside its items.
 OF_STEP = (ORBAX_METADATA, *MARKERS)
@@ -65,7 +66,7 @@ WRITER = "cnr_jax.writer.json"
 WRITER_LOCK = "cnr_jax.writer.lock"
 # In the root: which steps may lack rows, as an audit has found.
 SUSPECTS = "cnr_jax.suspects.json"
-# In the root, where each look is a request: what is known of its steps.
+# In a root where each look is a request: what is known of its steps.
 CATALOGUE = "cnr_jax.catalogue.json"
 # In the root, if asked for: a line for each save and restore.
 METRICS = "cnr_jax.metrics.jsonl"
@@ -74,12 +75,12 @@ MEASUREMENTS = "cnr_jax.measurements.json"
 # In a near root: the root that its steps are copied to.
 FAR = "cnr_jax.far.txt"
 
-# The forms of names, to be matched as a whole: a root is a folder of the user's too, in which
-# other names may contain ours, or begin or end with them. ASCII digits only; "." is any character.
+# Forms that whole names have: a root is a folder of the user's too, and other names there may
+# contain ours, or begin or end with them. Digits are ASCII; "." is any character.
 _GENERATION = r"\.g(?P<generation>[1-9][0-9]*)\.branch"
 _BRANCHED = re.compile(rf"(?P<plain>.*[0-9]){_GENERATION}", re.DOTALL)
 _STEP = rf"(?:.*[0-9](?:{_GENERATION.replace('?P<generation>', '?:')})?)"
-# What is being saved to it, with a number behind where an older Orbax has made it.
+# A save in flight; an older Orbax puts a number behind the suffix.
 _UNFINISHED = f"{_STEP}{re.escape(TEMPORARY_SUFFIX)}(?:-[0-9]+)?"
 _TEMPORARY = re.compile(f"(.+?){re.escape(TEMPORARY_SUFFIX)}(?:-[0-9]+)?", re.DOTALL)
 _ABANDONED = (
@@ -87,7 +88,7 @@ _ABANDONED = (
 )
 _EARLIER = rf"{EARLIER_RUN}[0-9a-f]{{32}}\.root"
 _ANY = "|".join((_STEP, _UNFINISHED, _ABANDONED.replace("?P<step>", "?:"), _EARLIER))
-# Which folder of a root is what, in the order in which it is asked.
+# Kinds of folders in a root, in the order in which they are tried.
 _FOLDERS = {
     kind: re.compile(form, re.DOTALL)
     for kind, form in {
@@ -104,10 +105,10 @@ _FILES = {MANIFEST, WRITER_LOCK, CATALOGUE, *_REPLACED, *OF_STEP}
 _REPLACING = re.compile(
     rf"(?:{'|'.join(map(re.escape, _REPLACED))})\.[0-9a-f]{{8}}\.tmp"
 )
-# Below `dense/`, what Orbax and TensorStore ask for by name: the leaves there are, how they are
-# sharded, older forms of both; the database, of which every process has written a part, and its
-# data files, whose names its nodes hold. Not arrays outside of a database: `manifest.ocdbt`, by
-# which Orbax knows that there is one, is always there.
+# Below `dense/`, what Orbax and TensorStore ask for by name: which leaves there are, how they are
+# sharded, older forms of both; the database, with a part from every process, and its data files,
+# which its nodes name. Arrays outside of a database are not among these: `manifest.ocdbt` is always
+# there, and tells Orbax that there is a database.
 _PART, _DATA = "ocdbt\\.process_[A-Za-z0-9_]+", "(?:d|ocdbt_data|ocdbt_meta)"
 _LOOKED_UP = re.compile(
     r"_METADATA|_sharding|checkpoint|_strings\.json|array_metadatas/process_[0-9]+"
@@ -159,7 +160,7 @@ def array_name(codec: str, part: str, dtype: str) -> str:
 def abandoned(directory: str, generation: int, uuid: str) -> str:
     """Name under which a step directory of an abandoned branch is kept.
 
-    It has the whole uuid, since all checkpoints of a run share the first digits, and a run can
+    It has the whole uuid: all checkpoints of a manager share the first digits, and a manager can
     abandon the same step and generation twice if a save in between failed.
 
     Example:
@@ -181,14 +182,14 @@ def abandoned_step(name: str) -> str | None:
 
 
 def branched(directory: str, generation: int) -> str:
-    """Name of a step directory whose plain name is taken by another checkpoint.
+    """Name of a step directory when another checkpoint has the plain name.
 
-    By one of an older generation that cannot be renamed, or one that this stands for. Orbax lists
-    no such name, since it does not end in a digit.
+    The other one is of an older generation and cannot be renamed, or a merged step stands for it.
+    Orbax does not list such a name, since it does not end in a digit.
 
     Args:
         directory: the plain name, which the options of a manager make of the step's number.
-        generation: of the save; of a merged step one above that in the name of what it replaces.
+        generation: generation of the save; for a merged step, above that in the name of the other.
 
     Example:
         >>> branched("1200", 2), branched("ck_0012", 13)
@@ -198,7 +199,7 @@ def branched(directory: str, generation: int) -> str:
 
 
 def plain(directory: str) -> str:
-    """Name of a step directory as the options of a manager make it, of any generation.
+    """Plain name of a step directory, as the options of a manager make it.
 
     Example:
         >>> plain("1200.g2.branch"), plain("1200")
@@ -220,7 +221,7 @@ def branch_generation(directory: str) -> int:
 
 
 def superseded(directories: Iterable[str]) -> set[str]:
-    """Step directories beside which there is one of a later generation of the same step.
+    """Step directories that share their plain name with one of a later generation.
 
     Example:
         >>> sorted(superseded(["6", "7", "7.g2.branch", "7.g3.branch", "07.g4.branch"]))
@@ -234,7 +235,7 @@ def superseded(directories: Iterable[str]) -> set[str]:
 
 
 def _branched(directory: str) -> re.Match[str] | None:
-    # Mostly asked of others.
+    # Quick for other names, which are most.
     is_likely = directory.endswith(".branch")
     return _BRANCHED.fullmatch(directory) if is_likely else None
 
@@ -325,7 +326,7 @@ def may_be_step(name: str) -> bool:
         >>> may_be_step("ck_0120"), may_be_step("120.removed-00ff00ff00ff0011")
         (True, False)
     """
-    # Orbax takes what has the suffix for unfinished wherever that stands.
+    # To Orbax a name with the suffix anywhere is that of an unfinished save.
     ends_in_digit = plain(name)[-1:] in set("0123456789")
     if not ends_in_digit or not (name.isascii() or is_component(name)):
         return False
@@ -333,7 +334,7 @@ def may_be_step(name: str) -> bool:
 
 
 def kind_of_folder(name: str) -> str | None:
-    """Kind of a folder of a root that is not a step, by its name: one of those of `beside`.
+    """Kind of a folder of a root that is not a step, by its name: one of the kinds of `beside`.
 
     None: it is a step, or not a folder of ours.
 
@@ -341,7 +342,7 @@ def kind_of_folder(name: str) -> str | None:
         >>> kind_of_folder("7.orbax-checkpoint-tmp"), kind_of_folder("7.orbax-checkpoint-tmp.bak")
         ('unfinished', None)
     """
-    # All but steps have a mark, and one that ends in a digit is asked for most often.
+    # Quick for steps, which are asked for most often: all other kinds have a mark with a hyphen.
     if "-" not in name:
         return None
     return next((kind for kind, form in _FOLDERS.items() if form.fullmatch(name)), None)
@@ -383,16 +384,16 @@ def step_number(directory: str) -> int:
 
 
 def strays(directories: Iterable[str], parents: Iterable[str] = ()) -> set[str]:
-    """Step directories that are not called as the steps of their root: copies, and renamed ones.
+    """Step directories that are not named like the steps of their root: copies, and renamed ones.
 
-    Steps of one root are called alike, and who copies one calls the copy otherwise. How they are
-    called the names of parents tell, which whoever saved has written. Where there are none, it is
-    as most are, unless others are called by less: a copy is called by its step and something
-    beside. None where that does not tell which are the steps.
+    Steps of one root have names of one form, and a copy has another. The names of parents, which
+    their writers chose, show the form. Without parents it is that of most names, unless others
+    have a shorter one: the name of a copy is that of a step with something added. If this does not
+    tell which are the steps, no name is returned.
 
     Args:
-        directories: in the root.
-        parents: as manifests in it name them.
+        directories: names of step directories in the root.
+        parents: names of parents, as manifests in the root have them.
 
     Example:
         >>> sorted(strays(["8", "9", "10", "010", "backup_9"]))
@@ -418,7 +419,7 @@ def strays(directories: Iterable[str], parents: Iterable[str] = ()) -> set[str]:
     if not told:
         is_longer = any(p in prefix and w[0] <= width for p, w in others.values())
         return set() if is_longer else {*others}
-    # One name alone tells nothing of a format in which no two steps begin alike, as with dates.
+    # One name does not show a form in which no two steps begin alike, as with dates.
     return {
         name
         for name, (p, _) in others.items()
@@ -427,7 +428,7 @@ def strays(directories: Iterable[str], parents: Iterable[str] = ()) -> set[str]:
 
 
 def _is_of(kind: tuple[str, int], form: tuple[str, range]) -> bool:
-    """Whether a name has the prefix of a kind, and a number that may be filled up to its width."""
+    """Whether a name has the prefix of a kind, and a number that may be padded to its width."""
     return kind[0] == form[0] and kind[1] in form[1]
 
 
@@ -487,7 +488,7 @@ def is_own(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
-    """Whether what has such a name in a root is a file, if anything.
+    """Whether a name stands for a file wherever it occurs in a root.
 
     Example:
         >>> is_file("manifest.json"), is_file(ATTEMPT), is_file("rows.p00012"), is_file("7")
@@ -499,8 +500,7 @@ def is_file(name: str) -> bool:
 def is_looked_up(path: str) -> bool:
     """Whether Orbax's reader may open a file below `dense/` because of its name.
 
-    It never sees any other file there, whoever put it there: where it lists a folder, it is shown
-    these names alone.
+    It never sees any other file there: when it lists a folder, it is shown these names alone.
 
     Args:
         path: path of the file, or of a folder in its place, relative to `dense/`.
@@ -512,7 +512,7 @@ def is_looked_up(path: str) -> bool:
         (False, False, False)
     """
     parts = path.split("/")
-    # Also what lies in a folder that is in the place of such a file.
+    # What lies in a folder in the place of such a file counts too.
     above = ("/".join(parts[: i + 1]) for i in range(len(parts)))
     return any(map(_LOOKED_UP.fullmatch, above))
 

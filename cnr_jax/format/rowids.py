@@ -6,10 +6,10 @@ Four forms, named in the manifest beside the number of rows they hold:
 * `bitmap`: one bit per row of the tile, bit `i % 8` of byte `i // 8`, counted from the
   lowest; the bits past the last row are 0.
 * `gaps`: the first position, then for each further one its distance from the one
-  before, less one. Each an unsigned LEB128 varint in its shortest form.
+  before, less one. Each is an unsigned LEB128 varint in its shortest form.
 
-The invariant to remember: whatever bytes are decoded, the outcome is `FormatError` or
-exactly `count` positions, strictly increasing, all within the tile.
+The invariant to remember: decoding any bytes gives exactly `count` positions, strictly
+increasing and all within the tile, or it raises `FormatError`.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _decode_bitmap(data: NDArray[np.uint8], rows: int, count: int) -> NDArray[np
 def _decode_gaps(data: NDArray[np.uint8], rows: int, count: int) -> NDArray[np.int64]:
     positions = _read_varints(data, count)
     # In place: gaps, then distances, then positions counted from 1. A distance is at
-    # most 2**63, so the first sum that does not fit int64 turns negative: hence the
-    # minimum is looked at, beside the last and largest position.
+    # most 2**63, so the first sum that does not fit int64 turns negative. So both the
+    # minimum and the last position are checked.
     positions += 1
     np.cumsum(positions, out=positions)
     if count and (int(positions.min()) < 1 or int(positions[-1]) > rows):

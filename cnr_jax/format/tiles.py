@@ -1,8 +1,8 @@
 """Manifest of one process: its arrays, and the place of each tile's rows in them.
 
 All rows of a process are concatenated into a few one-dimensional arrays, by codec, part and
-dtype. A *tile* is the part of one leaf that one device owned; its rows are in *segments*, each a
-run of encoded rows with the ids of those rows. A later segment overrides an earlier one.
+dtype. A *tile* is the part of one leaf that one device owned. Its rows are in *segments*: encoded
+rows, with the ids of these rows. A later segment overrides an earlier one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from cnr_jax.format.manifest import (
 from cnr_jax.texts import count_of
 
 _FORMS = ("all", "none", "bitmap", "gaps")
-# Of an array and its chunks: whatever their dtype, its bytes can be counted in 64 bits.
+# The most elements of an array or a chunk: in any dtype, 64 bits can count the bytes.
 _MOST_ELEMENTS = 2**59 - 1
-# What a writer may be asked for.
+# Compressions that a writer may be asked for.
 COMPRESSIONS = (names.ZSTD,)
-# How chunks may be compressed then, by their elements, or as a codec asks; and the required feature
-# of each.
+# Codecs of compressed chunks, and the feature that each requires. Which one a writer takes depends
+# on the elements, or on the codec of the rows.
 CHUNK_CODECS = {
     names.ZSTD: names.ZSTD,
     names.BLOSC: names.BLOSC,
@@ -61,9 +61,9 @@ class ArrayEntry:
 
     Attributes:
         metadata_sha256: digest of its `zarr.json`.
-        crc32c: checksum of each chunk, which its `crc32c` codec stores at its end. Naming them
-            here tells a chunk from a whole one of another place or run.
-        compressed: compression of chunks; None: they are not compressed, and this is not stored.
+        crc32c: checksum of each chunk, which its `crc32c` codec stores at its end. Here they tell
+            a chunk from a whole one of another place or run.
+        compressed: compression of chunks; None: there is none, and the field is not stored.
     """
 
     dtype: str
@@ -106,8 +106,8 @@ class Segment:
     """Encoded rows: indices into the codecs and row ids of the process, and the parts.
 
     Attributes:
-        below: digest of the same rows as they lie below, to which these are added; None: these
-            replace them, and it is not stored.
+        below: digest of the rows below, to which these are added; None: these replace them, and
+            the field is not stored.
     """
 
     codec: int
@@ -121,7 +121,7 @@ class Tile:
     """The part `box` (start and stop in each dimension) of one leaf of one table.
 
     Attributes:
-        layer: it lies over all tiles of the leaf of a lower one; those of 0 cover the leaf.
+        layer: number of its layer. A tile lies over all tiles of the leaf in lower layers.
     """
 
     table: str
@@ -232,7 +232,7 @@ def dump_process(manifest: ProcessManifest) -> bytes:
 
 
 def _tile_json(tile: Tile) -> dict[str, object]:
-    # Spelled out: nearly all of a manifest of many tables is tiles.
+    # Spelled out, to be quick: nearly all of a manifest of many tables is tiles.
     return {
         "table": tile.table,
         "leaf": tile.leaf,
@@ -478,7 +478,7 @@ def check_cover(
 ) -> None:
     """Checks that the tiles of each layer of all processes cover every leaf exactly once.
 
-    Of layers above the lowest those leaves that they have tiles of.
+    A layer above the lowest has to cover only the leaves of which it has tiles.
 
     Raises:
         ManifestError: naming each leaf that is not covered or covered twice.
