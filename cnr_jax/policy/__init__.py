@@ -2,9 +2,8 @@
 
 Pure functions of plain numbers, standard library only: no arrays, no files, no
 clocks. A policy sees the committed saves of the current branch and returns a
-`Decision`; nothing else knows which policy ran. The invariant to remember: the numbers
-in a history are the same on every process, so every process reaches the same decision
-without talking.
+`Decision`; nothing else depends on which policy ran. The invariant to remember: a
+decision follows from the history alone, so a simulation of saves decides as a run does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Baseline policies: full or delta, and against which parent.
 
-Here are the record a policy sees, the decision it returns, and the policies that need no
-forecast; `intermittent.py` has the default. Not here: whether the parent is legal
-(lineage, generation), which the caller checks, and which may turn a delta into a full
-save. The invariant to remember: a full save is always safe, so whenever a history says
-too little the decision is full.
+Here are the record that a policy sees, the decision that it returns, and the policies that
+need no forecast; `intermittent.py` has the default. The caller checks whether the parent is
+legal (lineage, generation), and saves full if it is not. The invariant to remember: a full
+save is always safe, so the decision is full whenever a history says too little.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ class Decision:
 class Policy(Protocol):
     """Policy that decides what the next save writes.
 
-    `decide` must be a pure function of its argument: it runs on every process of a run, and all of
-    them must reach the same decision.
+    `decide` must be a pure function of its argument. It runs on process 0, which decides for all
+    processes of a run.
     """
 
     name: ClassVar[str]
@@ -104,10 +103,10 @@ class Policy(Protocol):
         """Returns what to write next.
 
         Args:
-            history: committed saves of the current branch since and including its
-                latest full one, oldest first. Empty if there is none. If there are
-                very many, older neighbours share one record, with the mean of their
-                figures and everything else from the last of them.
+            history: committed saves of the current branch from its latest full one on,
+                oldest first. Empty if there is none. If there are very many, older
+                neighbours share one record: it has the mean of their figures, and all
+                else from the last of them.
         """
         ...
 

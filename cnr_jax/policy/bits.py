@@ -30,8 +30,8 @@ RAW_BITS = 32
 SMALL_PERCENT = 1
 """Of all elements, at most as many as small tables have together."""
 
-# `noise_of` codes up to which rounding does no harm, and above which it was seen to: measured on
-# trainings of several kinds, see docs/accuracy.md. Between them nobody need be warned.
+# Values of `noise_of` up to which rounding does no harm, and above which it was seen to do harm:
+# measured on trainings of several kinds, see docs/accuracy.md. Between them nobody need be warned.
 _HARMLESS_NOISE, _HARMFUL_NOISE = 0.5, 0.66
 
 # Most restores, and the width that keeps the loss of accuracy below 0.01 % for so many.
@@ -72,8 +72,8 @@ def bits_after(
             `SampledMotion`; None: not known.
 
     Returns:
-        The width for the expected restores, and 8 once there have been more; or the width that
-        the motion asks for, if that is more. `RAW_BITS` only once the run was restored.
+        The width for the expected restores, or 8 once there have been more; or the width that
+        the motion asks for, if that is greater. `RAW_BITS` only once the run was restored.
 
     Raises:
         OptionError: as `bits_for`.
@@ -92,12 +92,12 @@ def bits_after(
     if even_bits is None:
         return bits
     needed = bits_for_motion(even_bits)
-    # One restore, which comes whenever it does, is no cause to save all bits.
+    # A run that was not restored yet may be restored just once: no cause to save all bits.
     return max(bits, needed if restores else min(needed, FALLBACK_BITS))
 
 
 def bits_for_motion(even_bits: float) -> int:
-    """Returns the least width whose rounding does no harm where rows move so little.
+    """Returns the least width that does no harm to rows that move so little.
 
     Args:
         even_bits: motion of the run's rows from restore to restore, see `SampledMotion`.
@@ -120,10 +120,9 @@ def bits_for_motion(even_bits: float) -> int:
 def dithered_bits(restores: int, even_bits: float | None = None) -> int:
     """Returns the widest codes that `rounding="auto"` dithers in a save; 0: it dithers none.
 
-    Dither keeps restores from undoing small motion, and its squared error is twice as great. So
-    codes are dithered as soon as restores may undo anything, unless rows are known to move far
-    enough from restore to restore. Their motion before the first restore does not tell how soon
-    the second one comes.
+    Dither keeps restores from undoing small motion, but doubles the squared error. So codes are
+    dithered once the run was restored, unless rows are known to move far enough from restore to
+    restore. Their motion before the first restore does not tell how soon the second one comes.
 
     Args:
         restores: how often the run was restored along the branch that goes on.
@@ -190,8 +189,9 @@ def older_bits(errors: Mapping[int, float | None]) -> int | None:
         errors: error of the rows by width of codes; None: not known.
 
     Returns:
-        The narrowest width that errs no more than a wider one. Rows that a restore brought, and
-        that training has not moved since, err so. None: there is no such width, or none errs.
+        The narrowest width with no greater error than the next wider one. Rows have such errors if
+        a restore brought them, and training has not moved them since. None: there is no such
+        width, or no width errs.
 
     Example:
         >>> older_bits({2: 0.25, 3: 0.0, 4: 0.056, 8: 0.003}), older_bits({2: 0.2, 3: 0.1})
@@ -199,7 +199,7 @@ def older_bits(errors: Mapping[int, float | None]) -> int | None:
     """
     known = [(bits, e) for bits, e in sorted(errors.items()) if e is not None]
     if not any(error for _, error in known):
-        return None  # as of rows that are stored exactly in each width
+        return None  # rows that each width stores exactly
     # Errors fall with the width, unless rows lie on the codes of the narrower one already.
     for (bits, error), (_, wider) in itertools.pairwise(known):
         if error <= wider:
@@ -211,16 +211,16 @@ def small_tables(elements: Mapping[str, int]) -> frozenset[str]:
     """Returns the tables that take `FALLBACK_BITS` however few restores are expected.
 
     Their few rows are looked up often: each rounding of them reaches many examples, and most of
-    the accuracy that restores cost is lost there. Against 2 bits, 8 bits for a hundredth of the
-    elements add 3 % to the codes of a full save, and 27 % to those of a delta that holds all of
+    the accuracy that restores cost is lost there. For a hundredth of the elements, 8 bits in place
+    of 2 add 3 % to the codes of a full save. They add 27 % to those of a delta that holds all of
     these elements, but a tenth of the others.
 
-    Elements are what codes cost: a table of few but very wide rows is not small. Tables of one
-    size are small together or not at all, so that no name has a say.
+    Codes cost bytes by element: a table of few but very wide rows is not small. Tables of one size
+    are small together or not at all, so names have no say.
 
     Args:
-        elements: number of elements, by table whose width follows the restores, 1 or more; all
-            rows count, whichever process holds them.
+        elements: number of elements, 1 or more, by table with a width that follows the restores;
+            the rows of all processes count.
 
     Returns:
         The tables of fewest elements that together have at most `SMALL_PERCENT` of all.

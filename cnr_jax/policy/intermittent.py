@@ -1,8 +1,7 @@
-"""The default policy: deltas on the latest full save, and a new one when it pays.
+"""Default policy: deltas on the latest full save, and a new full save when it pays.
 
-The predictor says when that is. A *cycle* is one full checkpoint and the deltas written since,
-each against that full. The invariant to remember: integers in, exact comparison out, so no two
-processes can round to different answers.
+The predictor says when that is. A *cycle* is one full checkpoint and the deltas on it. The
+invariant to remember: integers are compared exactly, so no decision depends on rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Cost = Literal["bytes", "secs"]
 Predictor = Literal["forecast", "history"]
 """Which delta is held against the average save: the next one, or the last one."""
 
-# The next growth of a delta against its mean growth over the later half of the cycle. Where
+# Next growth of a delta, as a share of its mean growth over the later half of the cycle. If
 # popularity is Zipf-like, distinct rows grow as a power of the number of look-ups (Heaps' law).
 # Exponents of 0.5 to 0.75 give 0.80 to 0.93 for cycles of more than two deltas.
 _SLOWING = Fraction(7, 8)
@@ -145,12 +144,11 @@ class CycleCosts(NamedTuple):
 
 
 def cycle_costs(sizes: Sequence[float], *, full_size: float = 1) -> CycleCosts:
-    """Returns what a new full checkpoint now, and none, would cost over a cycle.
+    """Returns what the next i + 1 saves cost with a new full checkpoint now, and without.
 
     If history repeats itself, a full one now is followed by the deltas of the last
-    cycle: `F_c = full_size + S_1 + ... + S_i` for i + 1 saves. Without it deltas
-    against the same baseline only grow, so i + 1 saves cost at least
-    `I_c = (i + 1) * S_i`.
+    cycle: `F_c = full_size + S_1 + ... + S_i`. Without it deltas on the same baseline
+    only grow, so the saves cost at least `I_c = (i + 1) * S_i`.
 
     Args:
         sizes: sizes S_1 ... S_i of the deltas since the latest full one, oldest first.
@@ -211,11 +209,11 @@ def should_take_full(sizes: Sequence[float], *, full_size: float = 1) -> bool:
 def forecast_next(sizes: Sequence[float]) -> Fraction:
     """Returns the size to expect of the next delta: the last one, and its growth.
 
-    Growth per save is taken over the later half of the cycle: over all of it, it would
-    be that of the first deltas, which grow fastest because most rows they meet are new;
-    over the last save alone, it would be that of one busy or quiet hour. Even so it is
-    that of some saves ago, and growth goes on slowing down: `_SLOWING`. Deltas on one
-    baseline cannot shrink but for details of their form, so growth is never negative.
+    Growth per save is taken over the later half of the cycle. Over the whole cycle it
+    would be that of the first deltas, which grow fastest because most rows they meet are
+    new. Over the last save alone it would be that of one busy or quiet hour. Growth also
+    slows down from there to the next save: `_SLOWING`. Deltas on one baseline shrink only
+    by details of their form, so growth is never negative.
 
     Args:
         sizes: sizes S_1 ... S_i of the deltas since the latest full one, oldest first.
@@ -244,9 +242,9 @@ def full_is_due(sizes: Sequence[float], *, full_size: float = 1) -> bool:
 
     The renewal-reward argument: among plans that repeat one cycle, the average cost of a
     save falls with each delta that costs less than the average so far, and rises with
-    each that costs more. So the cycle should end just before the first of these, while
-    `should_take_full` ends it just after. The same properties hold: flat deltas never
-    make a full due, and bytes that every save writes alike do not matter.
+    each that costs more. So the cycle should end just before the first that costs more,
+    while `should_take_full` ends it just after. The same properties hold: flat deltas
+    never make a full due, and bytes that every save writes alike do not matter.
 
     Args:
         sizes: as in `cycle_costs`.
