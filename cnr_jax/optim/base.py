@@ -26,8 +26,8 @@ from cnr_jax.rows.lookups import explicit_sharding
 Tree: TypeAlias = Any
 # A number, or a schedule as in optax: from the count of earlier updates, int32[].
 LearningRate: TypeAlias = ArrayLike | Callable[[jax.Array], ArrayLike]
-# From gradients [n, dim], slots [n, ...] and this update's number, from 1, to steps
-# [n, dim] to subtract at a learning rate of 1, and new slots; all of n distinct rows.
+# Turns gradients [n, dim], slots [n, ...] and the number of this update, from 1, into new slots
+# and the steps [n, dim] to subtract at a learning rate of 1; all are of n distinct rows.
 Rule: TypeAlias = Callable[
     [jax.Array, list[jax.Array], jax.Array], tuple[jax.Array, list[jax.Array]]
 ]
@@ -71,8 +71,8 @@ class RowOptimizer(NamedTuple):
               whatever their gradients are. None counts all.
 
             Donate tables and state, and return them in the order of the arguments, as
-            here. JAX pairs donated arrays with results of the same shape by order, and
-            copies an array whole that it pairs wrongly (a table with a slot).
+            here. JAX pairs donated arrays with results of the same shape by order. If it
+            pairs an array wrongly (a table with a slot), it copies the whole array.
 
             Arithmetic and slots are float32 also for bfloat16 and float16 tables, whose
             new rows are rounded once. (On CPU, XLA writes to these by converting the
@@ -180,7 +180,7 @@ def slots_by_table(tables: Tree, state: Any) -> list[list[Any]]:
     return columns
 
 
-# Outside of `jit` what slots start from is a transfer.
+# Outside of `jit` the initial value of slots is a transfer.
 @jax.transfer_guard("allow")
 def _slots_like(tables: Tree, ndim: int, value: float, dtype: Any = None) -> Tree:
     """Returns new slots for every table of a tree.

@@ -71,9 +71,9 @@ def read_rows(leaf: jax.Array, rows: jax.Array) -> jax.Array:
 
 def write_rows(leaf: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     """Returns a table or slot with new values in distinct rows."""
-    # `set`, where one could `add` the change: rows of 16 bits are then rounded once,
-    # after an addition in 32; and XLA may split an `add` by the batch and all-reduce
-    # whole tables, which it cannot do with a `set`.
+    # `set`, though one could `add` the change: so rows of 16 bits are rounded once, after an
+    # addition in 32 bits. And XLA may split an `add`, but not a `set`, by the batch, and
+    # all-reduce whole tables.
     return leaf.at[rows].set(
         values.astype(leaf.dtype), mode="drop", out_sharding=explicit_sharding(leaf)
     )

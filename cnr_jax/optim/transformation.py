@@ -54,13 +54,13 @@ class RowSteps:
         """Shape of the table, (rows, dim)."""
         return jnp.shape(self.table)
 
-    # Else numpy would add this to each element of a table that is its own.
+    # Else numpy would add this object to each element of a table that is an array of numpy.
     __array_ufunc__ = None
 
     def __radd__(self, table: Any) -> jax.Array:
         """Returns the table with these rows changed, in its dtype."""
-        # A transformation that sums updates, as `optax.apply_every`, would change rows later
-        # than in the step that looked them up, which records them. Sums are arrays of jax.
+        # A transformation that sums updates, as `optax.apply_every`, would change rows in a
+        # later step than the one that looks them up and records them. Sums are arrays of jax.
         is_sum = isinstance(table, jax.Array) and table is not self.table
         if is_sum or jnp.shape(table) != self.shape:
             raise OptionError(

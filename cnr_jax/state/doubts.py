@@ -1,8 +1,8 @@
-"""Dense leaves that may be slots of a table: what `find_tables` could not tell, and says so.
+"""Dense leaves that may be slots of a table: `find_tables` cannot tell, and asks the user.
 
-A slot that is taken for dense costs bytes at every save, and nothing else shows it: rows change
-in few places, and the slot is saved whole. A leaf that is wrongly taken for a slot may cost data.
-So the user has to say it, in `TableSpec(slots=...)`; this module writes the text for it.
+A slot that is taken for dense is saved whole. It costs bytes at every save, and nothing else shows
+it. A leaf that is wrongly taken for a slot may cost data. So the user has to decide, in
+`TableSpec(slots=...)`; this module writes the text for it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cnr_jax.state.paths import PathIndex, StateLeaf, normalise
 from cnr_jax.state.table import Path, Table, few
 from cnr_jax.state.trees import Trees, is_copy, shape_of
 
-# Arbitrary: tables with fewer rows are alike by chance.
+# Arbitrary: leaves may have fewer rows than this in common by chance.
 _TELLING_ROWS = 256
-# Of the bytes of a table: less than this is not worth a word.
+# Share of the bytes of a table below which leaves in doubt are not worth a word.
 _SHARE = 0.01
 
 
@@ -41,7 +41,7 @@ class Doubts(NamedTuple):
 def perhaps_slot(path: tuple[str, ...], leaf: Any, table: Table) -> bool:
     """Whether a dense leaf looks like a slot of a table: by its name, and a row for each row.
 
-    Its path does not end with the table's, as those of slots do.
+    It was not found as one: the paths of slots end with the whole path of the table.
     """
     is_alike = shape_of(leaf)[:1] in {(table.rows,), (table.padded_rows,)}
     return is_alike and normalise(path)[-1:] == normalise(table.path)[-1:]
@@ -81,7 +81,7 @@ def find_doubts(
             possible[_owners(entry, alike, others, trees)].append(entry)
     found: dict[str, list[StateLeaf]] = defaultdict(list)
     for owners, entries in possible.items():
-        # Of tables that are alike each gets its part, in the order of the state.
+        # Tables that are alike share the leaves, in the order of the state.
         entries.sort(key=lambda entry: index.order[entry.path])
         for i, name in enumerate(owners):
             part = slice(
@@ -130,7 +130,7 @@ def _owners(
             scores[table.name] = (named, alike)
     best = max(scores.values(), default=(0, False))
     if any(_common_end(entry.parts, other.parts) > best[0] for other in others):
-        return ()  # of a parameter that is no table
+        return ()  # a slot of a parameter that is no table
     return tuple(name for name, score in scores.items() if score == best)
 
 

@@ -1,6 +1,6 @@
 """Finds the tables of a train state and their per-row slots; all other leaves are dense.
 
-`find_tables` decides it once. It works on any pytree, concrete or abstract, and reads shapes,
+`find_tables` decides this once. It works on any pytree, concrete or abstract, and reads shapes,
 dtypes and shardings, never values.
 
 To remember: every leaf of a state is in exactly one place, a table (with its slots) or the dense
@@ -36,8 +36,8 @@ from cnr_jax.state.table import (
 )
 from cnr_jax.texts import count_of
 
-# Those of numbers that TensorStore stores in zarr v3 and rows can be hashed in. Of what has fewer
-# bits than a byte each element is stored as a byte.
+# Dtypes of numbers that TensorStore stores in zarr v3, and that rows can be hashed in. Elements of
+# fewer bits than a byte are stored as a byte each.
 _TABLE_DTYPES = frozenset(
     jnp.dtype(name)
     for name in """
@@ -49,7 +49,7 @@ _TABLE_DTYPES = frozenset(
 
 # Fewer are cheap to save whole.
 _MANY_ROWS = 10_000
-# What optimizers call a mean of gradients, and that of their squares.
+# Names that optimizers give to a mean of gradients, and to the mean of their squares.
 _SQUARES = {"mu": "nu", "lazy_mu": "lazy_nu"}
 
 
@@ -294,7 +294,7 @@ def _moments(
 
 
 def _sibling(mu: str) -> str | None:
-    """The name that the squares have if a slot is the mean of an optimizer of optax."""
+    """Name of the squares that go with a slot, if it is the mean of an optimizer of optax."""
     parts = mu.split("/")
     at = [i for i, part in enumerate(parts) if part in _SQUARES]
     if not at:
@@ -448,8 +448,8 @@ def _check_slot(name: str, leaf: Leaf, slot: Leaf) -> None:
 def _uncovered_rows(table: Leaf, slot: Leaf) -> range | None:
     """Finds rows of a slot that no process holds together with the table's.
 
-    Stamps are sharded like the table, and saving uses no collectives: some process must
-    have the stamps and the slot's values of the same rows. One process always has.
+    Stamps are sharded like the table, and saving uses no collectives. So for each row some
+    process must hold both the stamp and the slot's values. A single process always does.
     """
     if table.sharding is None or slot.sharding is None:
         return None

@@ -5,9 +5,9 @@ parameter's slots are the leaves whose path *ends* as the parameter's does. The 
 roots alone do not tell which tree they repeat. Names or classes show that a tree is an
 optimizer's state; its paths and its shapes show to which model it belongs.
 
-To remember: a leaf wrongly left out of a table's slots is saved in full with the dense
-leaves and costs bytes; a leaf wrongly taken for a slot is saved by the stamps of other
-rows and costs data. In doubt, a leaf is not a slot.
+To remember: a leaf wrongly left out of a table's slots is saved whole with the dense leaves,
+and costs bytes. A leaf wrongly taken for a slot is saved by the stamps of other rows, and
+costs data. In doubt, a leaf is not a slot.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Mirrors:
     def __init__(self, index: PathIndex) -> None:
         self._index = index
         self.trees = Trees(index)
-        # Arrays by their shape, matrices by their rows too; and what lies in fields of optimizers'
-        # states, by the path below the field, or of a single array by `_shape_of_owner`.
+        # Arrays by their shape, matrices by their rows too. Leaves in fields of optimizers' states,
+        # by the path below the field; a field that is a single array, by `_shape_of_owner`.
         self._arrays: dict[tuple[int, ...], list[StateLeaf]] = defaultdict(list)
         self._in_fields: dict[tuple, list[Mirror]] = defaultdict(list)
         self._owners: dict[Path, Path | None] = {}
@@ -198,7 +198,7 @@ class Mirrors:
     def _is_of_another_model(self, holder: Path, root: _Root, suffix: Path) -> bool:
         """Tells whether a leaf lies in, or beside, other `params` with the same path.
 
-        As all of `critic` does in `{"params": ..., "critic": TrainState}`.
+        All of `critic` does so in `{"params": ..., "critic": TrainState}`.
         """
         extra = len(root.path) - len(root.above) - 1
         inner = holder[len(root.above) : len(holder) - extra]
@@ -233,10 +233,10 @@ class Mirrors:
     # ---- by classes of optax ----
 
     def _by_classes(self, entry: StateLeaf) -> Iterator[Mirror]:
-        """Lists the slots that show by their field of an optimizer's state, wherever that lies.
+        """Lists the slots that are known by a field of an optimizer's state, wherever it lies.
 
-        Below a field lies a tree like that which the optimizer was made for: the whole path
-        of a leaf in it is the end of its parameter's, or empty, where that was one array.
+        Below a field lies a tree like the one that the optimizer was made for. So the whole path
+        of a leaf there is the end of its parameter's path, or empty if that was a single array.
         """
         shape = shape_of(entry.value)
         if self.trees.in_optimizer(entry.path) or not shape:
@@ -273,7 +273,7 @@ class Mirrors:
         """Key of the parameter's shape, for a slot whose state has this one array.
 
         It is the shape of the slot itself. But row optimizers take matrices only, and may keep one
-        number for each row: then it is that of any matrix of as many rows.
+        number for each row. Then it stands for any matrix of as many rows.
         """
         shape, field = shape_of(slot.value), self._field(slot.path)
         by_row = field is not None and field[:-1] in self._index.row_optimizer_states
@@ -309,8 +309,8 @@ class Mirrors:
     def _flat_states(self) -> dict[Path, list[StateLeaf]]:
         """Arrays of optimizers that keep all in one folder, as Keras does, by that folder.
 
-        They are named after the path of their parameter, joined by `_`, and their own name, such as
-        `adam/user_embeddings_velocity`, beside a counter of the steps.
+        The name of an array is the path of its parameter, joined by `_`, then its own name, such as
+        `adam/user_embeddings_velocity`. A counter of the steps lies beside it.
         """
         found: dict[Path, list[StateLeaf]] = defaultdict(list)
         for entry in self._index.entries:

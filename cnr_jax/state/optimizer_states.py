@@ -2,10 +2,10 @@
 
 `record` stamps the rows of a batch. Most optimizers also move other rows: Adam's and
 momentum's averages decay, weight decay shrinks every row. An audit of the rows finds out
-that it happened; this module tells the likely cause, for the error.
+that it happened. This module names the likely cause, for the error.
 
-To remember: this explains and decides nothing. An optimizer shows in a state only by
-what it stores, so that nothing is found here proves nothing.
+To remember: this explains, and decides nothing. A state shows only what an optimizer
+stores there, so to find nothing here proves nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MEASURED_STATES = """
     ScaleByRmsState ScaleByRpropState ScaleBySM3State ScaleBySimplifiedAdEMAMixState
     ScheduleFreeState TraceState
 """
-# Not measured, or not seen to move in that trial (COCOB): their definition does not
+# Not measured, or not seen to move rows in that trial (COCOB). Their definitions do not
 # promise an update of zero where the gradient is zero.
 _PRESUMED_STATES = """
     AccumulateAvgUpdatesState COCOBState GaLoreState LookaheadParams MomoAdamState
@@ -43,7 +43,7 @@ _PRESUMED_STATES = """
 """
 _MOVING_STATES = frozenset((_MEASURED_STATES + _PRESUMED_STATES).split())
 # The same by field name, for states that lost their classes (nnx.State). Names that are
-# common words need a field beside them which tells the optimizer.
+# common words need another field of the optimizer beside them.
 _MOVING_FIELDS = frozenset(
     """
     mu nu nu_max trace acc_grads avg_grad e_g e_x exp_avg exp_avg_sq grad_sum
@@ -71,10 +71,10 @@ _AT_MOST = 4  # parts to name: enough for one optimizer and what is around it
 def moving_parts(state: Any, table: Table) -> tuple[str, ...]:
     """Lists parts of a state that are known to move rows that no batch looked up.
 
-    Known are leaves that repeat the table's path (whether or not they are its slots),
-    by the class of the optax state that holds them or, where the tree has lost its
-    classes as in `nnx.State`, by name; a `weight_decay` in `optax.inject_hyperparams`
-    that is not known to be zero; noise.
+    Known are leaves that repeat the table's path, whether or not they are its slots: by
+    the class of the optax state that holds them, or by name if the tree has lost its
+    classes, as in `nnx.State`. Known too are noise, and a `weight_decay` in
+    `optax.inject_hyperparams` that may not be zero.
 
     Not known, since nothing of it is stored: weight decay outside of
     `inject_hyperparams` (as in `chain(add_decayed_weights(...), sgd(...))`),
@@ -125,7 +125,7 @@ def _moving_parts(state: Any, table: Table) -> Iterator[str]:
 
 
 def _moves(mirror: Mirror, index: PathIndex, classes: dict[Path, str]) -> str | None:
-    """Says why a leaf that repeats a table's path betrays moving rows, if it does."""
+    """Says why a leaf that repeats a table's path shows that rows move, if it does."""
     if not mirror.holder:
         return None
     above, field = mirror.holder[:-1], mirror.holder[-1]
@@ -149,7 +149,7 @@ def _moves(mirror: Mirror, index: PathIndex, classes: dict[Path, str]) -> str | 
 def _moving_everything(
     index: PathIndex, classes: dict[Path, str]
 ) -> Iterator[tuple[Path, str]]:
-    """Lists transformations seen to move all rows: their node, and what tells them."""
+    """Lists transformations that move all rows: the node of each, and a text about it."""
     for entry in index.entries:
         scheduled = "hyperparams_states" in entry.path
         key = "hyperparams_states" if scheduled else "hyperparams"
@@ -166,8 +166,8 @@ def _moving_everything(
 def _concerns(node: Path, mirrors: list[Mirror]) -> bool:
     """Tells whether a transformation at `node` applies to a table with these mirrors.
 
-    A branch of `multi_transform` applies to the leaves which have slots in it; whether
-    one without slots does is not in the state, and then it is taken not to.
+    A branch of `multi_transform` applies to the leaves that have slots in it. The state does
+    not say whether a branch without slots applies: it is taken not to.
     """
     if any(mirror.holder[: len(node)] == node for mirror in mirrors):
         return True

@@ -84,7 +84,7 @@ def _is_named_tuple(node: Any) -> bool:
 
 def _maker(kind: type) -> str:
     """Library that a class of optimizer state comes from: `optax`, `cnr_jax`, or neither."""
-    # By name: a state need not have been made in this program. Lookahead's parameters are none.
+    # By name: a state need not have been made in this program. `LookaheadParams` is no state.
     made_by = kind.__module__.split(".")
     known = made_by[0] == "optax" or made_by[:2] == ["cnr_jax", "optim"]
     return made_by[0] if known and not kind.__name__.endswith("Params") else ""
@@ -149,9 +149,9 @@ class PathIndex:
     def match(self, text: str) -> list[StateLeaf]:
         """Lists the leaves that a user's path may mean, nearest meaning only.
 
-        In this order: the very path, the very normalised path, then (one part) every
-        leaf below such a part, or (several) every leaf whose path ends so, or has the
-        parts in a row.
+        In this order: the leaf of this very path; leaves of this very normalised path;
+        leaves with a path that ends so, if it has several parts; leaves with these parts
+        in a row somewhere in their paths.
         """
         raw = tuple(text.split("/"))
         parts = normalise(raw) or raw

@@ -1,8 +1,8 @@
 """Forms of the dense leaves of a state, by which a save tells whether it still has them.
 
 A step that lacks a leaf, or has another in its place, does not restore into the state that the
-loop makes. A leaf counts as the same after a jitted train step, which turns a number of Python
-into an array without axes, and without x64 64 bits into 32.
+loop makes. A jitted train step turns a number of Python into an array without axes and, without
+x64, 64 bits into 32. The leaf counts as the same then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from cnr_jax.state.table import Path
 
-# What the dtypes of arrays are to be that take the place of a number of Python.
+# Kinds of dtypes of arrays that may take the place of a number of Python.
 _NUMBERS = {
     "bool": np.bool_,
     "int": np.integer,

@@ -161,8 +161,8 @@ class Tables(Mapping[str, Table]):
 
     Attributes:
         dense: paths of the leaves that belong to no table, in the state's order.
-        doubts: for each table, leaves that may be its slots but were not taken for such, and what
-            to write. The first save logs them, and the hint of each report has them.
+        doubts: texts about leaves that may be slots of a table but were not taken for such, and
+            what to write. The first save logs them, and the hint of each report has them.
         forms: forms of the dense leaves, by path; None: not known, and not compared.
     """
 
@@ -192,7 +192,7 @@ class Tables(Mapping[str, Table]):
     def __len__(self) -> int:
         return len(self._tables)
 
-    # Those of `Mapping` look each table up on its own, and there may be thousands.
+    # The methods of `Mapping` look each table up on its own, and there may be thousands.
 
     def __contains__(self, name: object) -> bool:
         return name in self._tables
@@ -338,7 +338,7 @@ def flatten_paths(tree: Any) -> list[tuple[Path, Any]]:
     try:
         paths = _paths.get(structure)
     except TypeError:
-        structure = paths = None  # what a node says of itself cannot be hashed
+        structure = paths = None  # a node has static data that cannot be hashed
     if paths is None:
         paths = _paths_in(tree)
         if structure is not None:
@@ -348,7 +348,7 @@ def flatten_paths(tree: Any) -> list[tuple[Path, Any]]:
     return list(zip(paths, leaves, strict=True))
 
 
-# The paths of trees of a structure: a loop saves states of one, and paths are slow to make.
+# Paths by tree structure: a loop saves states of one structure, and paths are slow to make.
 _paths: dict[Any, tuple[Path, ...]] = {}
 _KEPT_STRUCTURES = 8
 

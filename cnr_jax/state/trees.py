@@ -14,10 +14,10 @@ from typing import Any
 from cnr_jax.state.paths import PathIndex, StateLeaf
 from cnr_jax.state.table import Path
 
-# Words which tell, in the name of a branch, that it holds an optimizer's state.
+# Words in the name of a branch that mark it as an optimizer's state.
 _OPTIMIZER_WORDS = frozenset({"opt", "optim", "optimizer", "tx"})
-# The same of fields, in states that lost their classes; a name that is also a common word
-# needs its companion beside it.
+# Names of fields that do the same in states that lost their classes. A name that is also a
+# common word needs its companion beside it.
 _FIELDS = frozenset(
     """
     sum_of_squares nu_max acc_grads exp_avg exp_avg_sq lazy_mu lazy_nu lazy_trace
@@ -110,8 +110,8 @@ class Trees:
     def owner(self, roots: Iterable[Path], holder: Path) -> Path | None:
         """Chooses the model that a tree of slots belongs to; None if it cannot be told.
 
-        It is the model that the tree repeats best, and not a copy of another. Of several it is the
-        nearest one, or the one whose name is also in the path of the tree.
+        It is the model that the tree repeats best, and not a copy of another. If there are several,
+        it is the nearest one, or the one with a name that is also in the path of the tree.
         """
         fits = {root: self.fit(root, holder) for root in dict.fromkeys(roots)}
         # Leaves out, in turn: copies, worse fits, farther models, and those of other names.
