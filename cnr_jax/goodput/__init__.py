@@ -1,8 +1,8 @@
 """Goodput of a job: failures, profiles of runs, plans of saving, and simulation of all three.
 
 A `Profile` says what steps, saves and restores take, `Failures` when nodes are there, and a `Plan`
-how a job saves. `simulate_job` plays all three. `expected_goodput` is the model of that, with which
-`cnr_jax.advise` finds the best plan. Nothing here needs jax.
+how a job saves. `simulate_job` simulates a job of these three. `expected_goodput` is a model of it,
+with which `cnr_jax.advise` finds the best plan. Nothing here needs jax.
 """
 
 from cnr_jax.goodput.advice import Advice as Advice

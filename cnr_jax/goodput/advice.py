@@ -17,14 +17,14 @@ from cnr_jax.goodput.profile import Profile, Seconds, check_integers, check_numb
 from cnr_jax.policy import Policy, bits_for
 from cnr_jax.repository.description import aligned
 
-# Intervals that are tried: each so many times the one before, then around the best of them.
+# Factors between intervals that are tried: over all of them, then around the best.
 _COARSE, _FINE = 1.5, 1.06
 _LONGEST = 10_000_000
-# Draws of the profile and of the failures, of which the middle four fifths are a range.
+# Number of draws of the profile and of the failures. The middle four fifths of them are a range.
 _DRAWS, _RANGE = 200, (0.1, 0.5, 0.9)
-# Failures of a draw; more hardly spread.
+# The most failures of a draw: draws of more hardly spread.
 _MOST_DRAWN = 10_000
-# Of a profile: a factor each is drawn for.
+# Fields of a profile; a draw has a factor for each.
 _MEASURED = ("step", "blocking", "write", "restore")
 
 
@@ -86,7 +86,7 @@ class Advice:
         young: interval in steps by Young's formula, for reference.
         daly: interval in steps by Daly's formula, for reference.
         changes: interval in steps of the same policy if one thing were otherwise, by that thing.
-        saves: number of measured saves that the advice rests on; None: a user has said the figures.
+        saves: number of measured saves that the advice rests on; None: a user gave the figures.
         assumed: what was taken for granted, because nothing was measured.
     """
 
@@ -264,7 +264,7 @@ def advise(
 
 
 def _failures(given: Failures | str, nodes: int | None, seed: int) -> Failures:
-    """Failures, of which some there are."""
+    """Failures that were given, as `Failures`; at least one is needed."""
     if isinstance(given, str):
         given = failures_from(given, nodes, None, seed)
     elif not isinstance(given, Failures):
@@ -281,7 +281,7 @@ def _failures(given: Failures | str, nodes: int | None, seed: int) -> Failures:
 
 
 def _rests_on(profile: Profile) -> int | None:
-    """Number of saves that tell the least known figure; None: a user has said them all."""
+    """Number of saves behind the least known figure; None: a user gave all figures."""
     told = (profile.step.samples, profile.blocking.samples, profile.write.samples)
     return min((each for each in told if each is not None), default=None)
 
@@ -300,9 +300,9 @@ def advised_plan(
 def _plans(
     profile: Profile, failures: Failures, budget: float, notice_secs: float
 ) -> list[tuple[Plan, Policy]]:
-    """Plan of each policy with its best interval, and the policy, the best first.
+    """Plans and their policies, the best first, each with its best interval.
 
-    Of saves in flight as many are tried as the profile has been measured with.
+    There is one for each policy and number of saves in flight that the profile was measured with.
     """
     found = [
         (best_plan(profile, failures, maker, budget, notice_secs), policy)
@@ -352,7 +352,7 @@ def best_plan(
 def _worth(
     plan: Plan, profile: Profile, failures: Failures, budget: float, notice_secs: float
 ) -> tuple[float, float]:
-    """What plans are compared by: that the budget is kept, then goodput."""
+    """Key by which plans are compared: first that the budget is kept, then goodput."""
     pace = pace_of(plan, profile, failures.nodes)
     goodput = goodput_of(pace, profile, *stretches_of(failures), notice_secs)
     return -max(pace.slowdown - budget, 0.0), goodput
@@ -365,7 +365,7 @@ def _maker(profile: Profile, policy: Policy, in_flight: int) -> Callable[[int], 
 def _draws(
     profile: Profile, failures: Failures, job_hours: float, seed: int
 ) -> Iterator[tuple[Profile, np.ndarray, np.ndarray]]:
-    """Profiles as measurements spread, each with stretches as many as the job will see."""
+    """Yields profiles as measurements spread, each with as many stretches as the job will see."""
     rng = np.random.default_rng(seed)
     up, fails = stretches_of(failures)
     count = min(max(1, round(job_hours * HOUR_SECS / up.mean())), _MOST_DRAWN)
@@ -429,7 +429,7 @@ def _references(cost_secs: float, mtbf_secs: float) -> tuple[float, float]:
 def _otherwise(
     profile: Profile, failures: Failures
 ) -> Iterator[tuple[str, Profile, Failures]]:
-    """What could be otherwise, each with the profile and the failures that it makes."""
+    """Yields what could be otherwise, with the profile and the failures of each."""
     slow = profile.blocking.times(2)
     yield (
         "saves held training up for twice as long",
@@ -466,7 +466,7 @@ def _phrase(choice: Choice) -> str:
 
 
 def _written(policy: Policy) -> str:
-    """A policy as it is written in a program, without what is as by default."""
+    """Policy as a program writes it, without the fields that have their defaults."""
     given: Any = policy
     fields = [
         f"{field.name}={getattr(given, field.name)!r}"

@@ -18,9 +18,9 @@ from cnr_jax.repository.course import Course, Save
 from cnr_jax.repository.description import aligned, amount
 
 MONTH_HOURS = 730.0
-# Requests in a bucket: those that write, and those that read, of a save, and those of each step
-# that a restore reads; and one more for each further chunk of this size. As
-# tests/benchmarks/bucket_requests.py counts them, listings with writes, as services charge them.
+# Requests in a bucket: those of a save that write, those of it that read, and those for each step
+# that a restore reads. Each further chunk of the last size takes one more. They are counted as in
+# tests/benchmarks/bucket_requests.py: listings among writes, as services charge them.
 _SAVE_WRITES, _SAVE_READS, _READ_REQUESTS, _CHUNK_BYTES = 21, 2, 7, 16 << 20
 
 
@@ -80,7 +80,7 @@ class Prices:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Quantities:
-    """What checkpoints take in a month of training.
+    """Quantities that checkpoints take in a month of training.
 
     Attributes:
         stored_bytes: bytes that are stored, with retention as it is.
@@ -187,8 +187,8 @@ def cost_of(
 ) -> Cost | None:
     """Cost of the checkpoints of a run, for a month in which it trains and fails as it has.
 
-    Plain full saves are taken to come as often, to be kept as many, to be written and read at the
-    speed of this run's, and to hold training up for as long as its full ones.
+    It assumes that plain full saves come as often as this run's, that as many are kept, that they
+    are written and read as fast, and that they hold training up for as long as its full ones.
 
     Args:
         course: course of the run.

@@ -18,7 +18,7 @@ from cnr_jax.errors import OptionError
 from cnr_jax.goodput.profile import check_integers, check_numbers
 
 HOUR_SECS = 3600.0
-# Mean times between failures for which hosts have run before a drawn trace begins.
+# How long nodes have run when a drawn trace begins, in mean times between failures.
 _EARLIER = 10
 _MANY = 400
 _MOST_DRAWS = 2_000_000
@@ -164,7 +164,7 @@ class Failures:
                 f"{draws * nodes:,} failures would be drawn, expected {_MOST_DRAWS:,} at most\n"
                 "  hint: fewer hours, or more of them between failures"
             )
-        # By its inverse: what numpy makes of uniform numbers may change with its version.
+        # By the inverse of the distribution: numpy's own draws of it may change with its version.
         lives = (-np.log1p(-rng.random((nodes, draws)))) ** (1 / shape)
         lives *= mtbf / math.gamma(1 + 1 / shape)
         times = np.cumsum(lives, axis=1) - earlier

@@ -13,7 +13,7 @@ from cnr_jax.goodput.plans import Plan
 from cnr_jax.goodput.profile import Profile, check_numbers
 from cnr_jax.repository.description import aligned, amount
 
-# Share of an interval that is no training, but what sums of floats are off by.
+# Share of an interval that counts as nothing: sums of floats are off by less.
 _ROUNDING = 1e-6
 
 
@@ -81,8 +81,8 @@ def simulate_job(
     """Simulates a job over a trace of failures.
 
     A failure ends whatever the job does, saves in flight included. The job then goes on from the
-    last durable save. Saves become durable in the order of their steps, and those that are written
-    at the same time share what there is as the profile says. Each stretch of time in which the job
+    last durable save. Saves become durable in the order of their steps. Those that are written at
+    the same time slow each other down as the profile says. Each stretch of time in which the job
     has its nodes begins with the restart and the restore.
 
     Args:
@@ -119,7 +119,7 @@ def simulate_job(
 
 
 class _Save:
-    """Save in flight: when it will be durable, in seconds of a writer that has no other."""
+    """Save in flight; `left` is the seconds until it is written if no other one is in flight."""
 
     __slots__ = ("left", "number", "trained")
 
@@ -128,7 +128,7 @@ class _Save:
 
 
 class _Job:
-    """A job, as long as the trace.
+    """Job over a trace of failures.
 
     Attributes:
         spent: seconds by what they went to.
@@ -148,8 +148,8 @@ class _Job:
         self._cycle = plan.cycle
         self._flight = collections.deque[_Save]()
         self._now = self._end = 0.0
-        # Seconds of train steps: all, and those that the last durable save holds; the number of
-        # the save that comes next, and of the one behind the last durable save.
+        # Seconds of train steps: all, and those that the last durable save holds. Numbers of
+        # saves: the one that comes next, and the one after the last durable save.
         self._trained = self._durable = 0.0
         self._next = self._behind = 0
 
@@ -177,7 +177,7 @@ class _Job:
     def _train(self) -> None:
         """Trains and saves until time is over."""
         train = self._plan.every * self._profile.step.fixed
-        # A last save may have come between two others: the next one is at a multiple again.
+        # A save after a notice may come within an interval: the next one is at a multiple again.
         left = train - self._trained % train
         if left < _ROUNDING * train:
             left = train
@@ -197,7 +197,7 @@ class _Job:
         return True
 
     def _pass(self, on: str, left: float, most: int = -1) -> bool:
-        """Lets time pass until something is done; returns False if it is not when time is over.
+        """Lets time pass until something is done; returns False if time is over before that.
 
         Args:
             on: what the time is spent on.
@@ -236,7 +236,7 @@ class _Job:
             self.durable_saves += 1
 
     def _place(self, save: int) -> int:
-        """Number of a save in the schedule, which goes round in its last cycle."""
+        """Number of a save in the schedule, which repeats its last cycle."""
         if save < len(self._sizes):
             return save
         first, after = self._cycle.start, self._cycle.stop

@@ -11,15 +11,16 @@ import numpy as np
 
 from cnr_jax.goodput.profile import ENOUGH, Profile, Seconds
 
-# Growth of changed rows with train steps, if a run does not show it, as where look-ups are skewed.
+# Exponent by which changed rows grow with train steps if a run does not show it: that of skewed
+# look-ups.
 _USUAL_EXPONENT = 0.7
 # More than bytes or seconds of a save can be.
 MOST = 1e18
-# What differs by less, as a share of the largest, does not tell a slope.
+# Least difference that tells a slope, as a share of the largest value.
 _TELLING = 0.1
-# As is the part of a time beside saves, if it differs by less.
+# Least difference that tells it between the parts of times that lie beside saves.
 _CONTRAST = 0.25
-# Share of its time that a train step loses beside a save at most, as far as is believed.
+# Largest share of its time that a train step is believed to lose beside a save.
 _MOST_LOST = 0.9
 
 
@@ -49,9 +50,9 @@ class MeasuredSave:
         fixed_bytes: of these, bytes that every save writes alike: dense leaves and manifests.
         plain_bytes: bytes that a plain full save would have written; 0: not known.
         blocking_secs: seconds for which it held training up; None: not known.
-        durable_secs: seconds from then until it was durable; None: not known.
+        durable_secs: seconds from the end of those until it was durable; None: not known.
         in_flight: saves in flight while it was written, itself among them, on average.
-        agree_secs: seconds in which process 0 waited for each other one; 0 of one process.
+        agree_secs: seconds that process 0 waited for each other process; 0 if it is alone.
         trained: train steps between the save before and this one.
     """
 
@@ -109,8 +110,8 @@ def measured_profile(
         processes: processes that saved.
 
     Returns:
-        The profile; None: too few saves tell of train steps between them. Figures on which too
-        little rests have few `samples`.
+        The profile; None: too few saves tell of train steps between them. Figures that rest on
+        too little have few `samples`.
     """
     trained = [each for save in saves for each in save.trained if each.secs > 0]
     told = sum(bool(save.trained) for save in saves)
@@ -120,7 +121,7 @@ def measured_profile(
     blocked = [save for save in saves if save.blocking_secs is not None]
     written = [save for save in saves if save.durable_secs is not None]
     alone = [save for save in written if round(save.in_flight) <= 1]
-    # Without enough that flew alone: those that did not tell what a write takes at most.
+    # If too few were alone in flight: the others tell what a write takes at most.
     write = _durable(alone if len(alone) >= ENOUGH else written)
     fixed = _median(save.fixed_bytes for save in saves)
     plain = _median(save.plain_bytes for save in saves if save.plain_bytes)
@@ -147,9 +148,9 @@ def measured_profile(
 
 
 def pace_of_trained(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
-    """Seconds of train steps beside no save, and the share of its time that one loses beside one.
+    """Seconds of train steps without saves, and the share of its time that a step loses beside one.
 
-    Fewer steps are done in a second the larger the part of it in which saves were in flight.
+    The larger the part of the time in which saves were in flight, the fewer steps a second.
     """
     steps, secs, beside = np.array(trained, float).T
     part, pace = beside / secs, steps / secs
@@ -183,7 +184,7 @@ def _slowed(saves: Sequence[MeasuredSave], alone: Seconds) -> tuple[float, ...]:
 def _growth(
     saves: Sequence[MeasuredSave], fixed: float
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Steps since their parents and changed bytes of deltas, and the exponent of their growth."""
+    """Steps of deltas since their parents, their changed bytes, and the exponent of growth."""
     sizes = {
         save.step - save.parent: save.nbytes - fixed
         for save in saves
@@ -199,8 +200,8 @@ def _growth(
 def _seconds(sizes: Iterable[float], secs: Iterable[float | None]) -> Seconds:
     """Line through measured seconds by bytes, and how far a tenth of them lie from it.
 
-    The first one is left out, as it compiles. Where it has the most bytes, as the first full save
-    often has, it is what that takes at most.
+    The first measurement is left out, as it compiles. If it has the most bytes, as a first full
+    save often has, it is what so many bytes take at most.
     """
     x, y = np.array([*sizes], float), np.array([*secs], float)
     samples = len(y)
@@ -229,9 +230,8 @@ def _seconds(sizes: Iterable[float], secs: Iterable[float | None]) -> Seconds:
 def _slope(x: np.ndarray, y: np.ndarray, least: float = 0.0) -> float | None:
     """Median slope of all pairs that are far enough apart to tell one; None if none are.
 
-    Those that differ by less than `least` do not tell it either.
-
-    A few measurements that are far off do not move it.
+    Pairs that differ by less than `least` do not tell one either. A few measurements that are far
+    off do not move the median.
     """
     i, j = np.triu_indices(len(x), 1)
     apart = x[j] - x[i]

@@ -1,4 +1,4 @@
-"""Measurements of a run's saves, kept in its root: advice, without which all steps are as whole."""
+"""Measurements of a run's saves, kept in its root: advice, as steps are whole without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logger(__name__)
 _VERSION = 1
 # The newest saves tell what saves take now, and the newest full one what a full one takes.
 _MOST_SAVES, _MOST_READS = 100, 20
-# Far more than so many take; a file that is larger is none of ours.
+# Far more than so many saves take: a larger file is not ours.
 _MOST_BYTES = 1 << 20
 
 
@@ -62,7 +62,7 @@ class Measurements:
         )
 
     def write(self, root: AnyPath) -> None:
-        """Notes them in a root, in the place of what is noted there.
+        """Writes them to a root, in the place of those that are there.
 
         Raises:
             OSError: if that fails.
@@ -73,7 +73,7 @@ class Measurements:
 
 
 def read_measurements(root: Any) -> Measurements | None:
-    """Measurements that are noted in a root; None if there are none that can be understood."""
+    """Reads the measurements in a root; None if there are none that can be understood."""
     path = open_root(root) / names.MEASUREMENTS
     try:
         document = json.loads(read_small(path, _MOST_BYTES))

@@ -36,15 +36,15 @@ class Pace:
 
     @property
     def lost_secs(self) -> float:
-        """Seconds before a failure since the call of the last durable save, on average."""
+        """Seconds from the call of the last durable save to a failure, on average."""
         return self.write_secs + self.interval_secs / 2
 
 
 def pace_of(plan: Plan, profile: Profile, nodes: int = 1) -> Pace:
     """Pace of a plan without failures.
 
-    The interval is that of training and blocking; or, if all saves in flight together take longer,
-    that in which one of them is durable.
+    The interval is the time of training and blocking. If the saves in flight cannot keep up with
+    that, it is the time in which one of them becomes durable.
     """
     sizes = plan.schedule.written[plan.cycle].astype(float)
     reads = plan.schedule.steady[plan.cycle].astype(float)
@@ -53,7 +53,7 @@ def pace_of(plan: Plan, profile: Profile, nodes: int = 1) -> Pace:
     train = plan.every * profile.step.fixed
     for in_flight in range(1, plan.in_flight + 1):
         write = alone * profile.slower(in_flight)
-        # Steps beside a save are slower: in the time of a write, or all of them.
+        # Steps beside a save are slower: those in the time of a write, or all of the interval.
         beside = np.minimum(write, train * (1 + profile.contention))
         lost = beside * profile.contention / (1 + profile.contention)
         free = blocking + train + lost

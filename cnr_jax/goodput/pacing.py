@@ -10,13 +10,13 @@ import numpy as np
 from cnr_jax.goodput.measured import MeasuredSave, pace_of_trained
 from cnr_jax.goodput.profile import ENOUGH
 
-# Of the newest saves: what they take now.
+# The newest saves tell what saves take now.
 _SAVES = 30
-# An interval stays while the best one is within these factors of it; beside a limit it has room; it
-# changes by no larger factor at once.
+# An interval stays while the best one is within the first two factors of it. The third leaves room
+# below a limit. The last is the largest by which an interval changes at once.
 _SHORTER, _LONGER, _ROOM, _GROWTH = 0.8, 1.05, 0.8, 4
 _LONGEST = 10_000_000
-# Of the seconds of steps: what is taken for the longest, where time is limited.
+# Quantile of the seconds of steps that counts as the longest, where time is limited.
 _SLOW = 0.9
 
 
@@ -25,11 +25,12 @@ class SaveCost:
     """Cost of saves in a loop, in seconds.
 
     Attributes:
-        step_secs: train step beside no save.
-        slow_secs: train step, of which one in ten takes longer.
-        blocking_secs: mean for which a save holds training up.
+        step_secs: seconds of a train step beside no save.
+        slow_secs: seconds that one train step in ten exceeds.
+        blocking_secs: mean seconds for which a save holds training up.
         lost: share of its time that a step loses beside a save.
-        durable_secs: seconds until a save is durable after that; each with its share of all saves.
+        durable_secs: for each kind of save its share of all saves, and the seconds from the end of
+            its blocking part until it is durable.
     """
 
     step_secs: float
@@ -40,12 +41,12 @@ class SaveCost:
 
     @property
     def contention_secs(self) -> float:
-        """What training loses beside a save, if that is over when the next one begins."""
+        """Seconds that training loses beside a save, if it is over when the next one begins."""
         return self.lost * sum(share * secs for share, secs in self.durable_secs)
 
     @property
     def longest_secs(self) -> float:
-        """From the call of a save until it is durable, of the kind that takes longest."""
+        """Seconds from the call of a save until it is durable, for the kind that takes longest."""
         return self.blocking_secs + max(secs for _, secs in self.durable_secs)
 
     def slowdown(self, every: int, in_flight: int) -> float:
@@ -65,9 +66,9 @@ class SaveCost:
 
 
 def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
-    """What saves cost; None if it is not known yet.
+    """Cost of saves; None if it is not known yet.
 
-    Of each kind it takes the median, so that neither what compiles nor a full save now and then
+    It takes the median of each kind, so that neither compilation nor a full save now and then
     counts for more than it is.
     """
     recent = [save for save in saves[-_SAVES:] if save.durable_secs is not None]
@@ -94,9 +95,9 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
 
 
 def lost_limit(cost: SaveCost, max_lost_secs: float) -> float:
-    """Seconds between two saves with which no more than so many are ever lost.
+    """Most seconds between two saves with which no more than `max_lost_secs` are ever lost.
 
-    A save that fails is noticed by the next one, and made again a step later: until that is
+    A save that fails is noticed by the next one, and made again a step later. Until that is
     durable, two intervals count.
     """
     return (max_lost_secs - cost.longest_secs - cost.slow_secs) / 2

@@ -12,9 +12,9 @@ from cnr_jax.integers import take_integers
 from cnr_jax.policy import Consecutive, Full, Intermittent, Policy
 from cnr_jax.simulation import Followed, Schedule
 
-# That plans are made of where none is named.
+# Policies of plans where none is named.
 POLICIES: tuple[Policy, ...] = (Intermittent(), Consecutive(20), Full())
-# Full saves, or else saves, after which the last cycle of a policy is taken for all that follow.
+# The most full saves, or saves, of a schedule. Its last cycle stands for all that follow.
 _FULLS, _SAVES = 3, 300
 
 
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def stored_bytes(self) -> int:
-        """Most bytes that storage must hold: before, behind and in each commit."""
+        """Most bytes that storage must hold: before, during and after each commit."""
         most = int(self.schedule.written.max())
         return int(self.schedule.transient.max()) + (self.in_flight - 1) * most
 

@@ -18,7 +18,7 @@ from cnr_jax.integers import integer
 
 # A number of bytes, or several, and the seconds that follow from them.
 Bytes = TypeVar("Bytes", float, np.ndarray)
-# Saves, or restores, on which a figure rests before it counts as known.
+# Saves or restores on which a figure has to rest to count as known.
 ENOUGH = 5
 # Fields of a profile that are `Seconds`.
 _SECONDS = ("step", "blocking", "write", "restore", "plain_write")
@@ -56,7 +56,7 @@ class Seconds:
         return self.fixed + self.per_byte * nbytes
 
     def times(self, factor: float) -> Seconds:
-        """The same, slower by a factor."""
+        """Seconds that are longer by a factor."""
         return dataclasses.replace(
             self, fixed=self.fixed * factor, per_byte=self.per_byte * factor
         )
@@ -85,13 +85,13 @@ class Profile:
         plain_bytes: bytes of a plain full save, as Orbax writes it.
         dense_bytes: bytes that every save writes alike.
         changed_bytes: bytes of the rows that one train step changes.
-        exponent: exponent of growth: n steps change rows of `changed_bytes * n ** exponent` bytes,
-            as look-ups of the same rows add nothing.
+        exponent: exponent of growth: n steps change rows of `changed_bytes * n ** exponent` bytes.
+            It is below 1 if steps look up the same rows.
         contention: share by which a train step is slower while a save is being written.
-        in_flight: factors by which a write takes longer if 1, 2, ... are in flight. Beyond what was
-            measured it grows with their number, as where bandwidth is the limit.
-        plain_write: as `write`, for plain full saves, whose bytes nobody encodes; None: as for
-            saves of this library.
+        in_flight: factors by which a write takes longer if 1, 2, ... are in flight. With more in
+            flight the factor grows with their number, as if bandwidth were the limit.
+        plain_write: as `write`, for plain full saves, which are not encoded; None: as for saves of
+            this library.
         node_secs: seconds by which each node beyond `processes` makes a save hold training up
             longer, as nodes wait for each other.
         processes: number of nodes that `blocking` was measured with, whose waits are part of it.
@@ -231,7 +231,7 @@ def check_numbers(above: bool = False, **values: Any) -> None:
     """Checks numbers that a program gives, by name.
 
     Args:
-        above: whether 0 is no such number.
+        above: whether 0 is refused too.
         values: the numbers.
 
     Raises:

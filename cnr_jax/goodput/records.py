@@ -15,7 +15,7 @@ from cnr_jax.repository.description import RootDescription
 
 # The newest saves tell what saves take now.
 _MOST_SAVES = 300
-# Share of the time between two saves within which the later one begins as the one before ends.
+# A save waited for the one before if it began as that ended, but for this share of the time.
 _WAITED = 0.1
 
 
@@ -24,8 +24,8 @@ def recorded_profile(
 ) -> Profile | None:
     """Profile of a run from what it has noted in its root.
 
-    That is what its manager has measured, if that tells enough, else what manifests and metrics
-    tell. Imports neither jax nor Orbax. A run may be saving there.
+    It comes from what the manager has measured, if that tells enough, else from manifests and
+    metrics. Imports neither jax nor Orbax. A run may be saving there.
 
     Args:
         root: directory of the checkpoints.
@@ -44,7 +44,7 @@ def recorded_profile(
 def profile_at(
     root: RootDescription, restart_secs: float = 0.0, course: Course | None = None
 ) -> Profile | None:
-    """As `recorded_profile`, of a root that is described, and whose course may be known."""
+    """Profile as of `recorded_profile`, for a root that is described; its course may be given."""
     measured = read_measurements(root.root)
     found = measured and measured.profile(restart_secs)
     if found is not None and found.is_known:
@@ -89,7 +89,7 @@ def _measured(save: Save, trained: Trained | None) -> MeasuredSave:
 
 
 def _blocking_secs(save: Save) -> float:
-    """Seconds for which a save held training up: not those of the train step before it."""
+    """Seconds for which a save held training up, without its wait for the train step before it."""
     return max((save.stall_secs or 0.0) - save.wait_secs, 0.0)
 
 
@@ -100,10 +100,10 @@ def _background_secs(save: Save) -> float:
 
 
 def _between(saves: Iterable[Save]) -> Iterator[tuple[int, Trained]]:
-    """Train steps between each save and the next one, by the `id` of that.
+    """Yields the train steps between each save and the next one, with the `id` of the next one.
 
-    A save that began as soon as the one before was durable has waited for it: what lies between
-    tells nothing of train steps.
+    A save that began as soon as the one before was durable has waited for it: the time between
+    them tells nothing of train steps.
     """
     for one, two in itertools.pairwise(saves):
         if one.saved_at is None or two.saved_at is None or two.restored:

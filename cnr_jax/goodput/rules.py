@@ -10,8 +10,8 @@ from cnr_jax.goodput.model import pace_of
 from cnr_jax.goodput.plans import Plan, plain_plan
 from cnr_jax.goodput.profile import Profile
 
-# CheckFreq: share of training that saves may take, and the steps by which it makes its interval
-# longer while they take more.
+# CheckFreq: share of training that saves may take, and steps that it adds to its interval while
+# they take more.
 _SHARE, _STEPS = 0.05, 2
 
 
@@ -31,12 +31,12 @@ def checkfreq_plan(profile: Profile, nodes: int = 1) -> Plan:
 
 
 def pccheck_plan(profile: Profile, budget: float = 0.03, most: int = 4) -> Plan:
-    """Plan of PCcheck: full saves, so many in flight that a save takes least of the time.
+    """Plan of PCcheck: full saves, as many in flight as give the shortest time for each save.
 
     Args:
         profile: profile of the run.
         budget: share of training that saves may take.
-        most: most saves in flight; it found no gain beyond 4.
+        most: most saves in flight; the paper found no gain beyond 4.
 
     Source: PCcheck (ASPLOS'25): N with the least T_w(N) / N, interval T_w(N) / (N q t), q the
     slowdown that is allowed. Differs from it in: T_w(N) is the profile's, where the paper has a
