@@ -127,8 +127,8 @@ def prune(
     files and folders that are not of this library. Steps that rollbacks have set aside go as soon
     as any step of the run does, if all folders can be read. With `delete`, `prune` first clears
     away what killed programs have left, as the first save of a manager does: steps that were
-    removed in part and, except in buckets, saves that were never committed. Without `delete` a run may be saving there; the
-    plan leaves out what that run removes meanwhile.
+    removed in part and, except in buckets, saves that were never committed. Without `delete` a run
+    may be saving there; the plan leaves out what that run removes meanwhile.
 
     `prune` imports neither jax nor Orbax. It deletes deltas before what they rest on, so after a
     crash every step that is listed restores as before.
