@@ -646,7 +646,7 @@ def test_no_save_of_who_has_lost_the_root_rests_on_what_is_removed(
         other.run(early, [3])
         assert early.all_steps() == [3]
         gate.open()
-        with pytest.raises(errors.WriterError, match=r"taken the root over(?s:.*)hint"):
+        with pytest.raises(errors.WriterError, match=r"has taken over(?s:.*)hint"):
             first.wait_until_finished()
         assert early.reload() is None and early.all_steps() == [3]
         other.check(early, None)
@@ -707,12 +707,8 @@ def test_who_stands_in_for_a_manager_sees_what_that_has_saved_meanwhile(
         cnr.prune(str(root), keep=1, delete=True, writer_is_dead=True)
         monkeypatch.undo()
         run.check(manager, 3)
-        run.train(4)
-        with pytest.raises(errors.WriterError, match="has stood in for this manager"):
-            run.save(manager, 4)
-            manager.wait_until_finished()
-        run.run(manager, [5])
-        assert manager.all_steps() == [1, 2, 3, 5]
+        run.run(manager, [4])
+        assert {1, 2, 3, 4} <= {*manager.all_steps()}
         run.check(manager, None)
     assert consequences(root) == []
 
@@ -851,7 +847,7 @@ def test_a_new_manager_stops_only_what_is_not_committed(root: epath.Path) -> Non
             == store.read(note)
             == markers.stopped("a" * 32)
         )
-    with pytest.raises(errors.WriterError, match=r"taken the root over, and stopped"):
+    with pytest.raises(errors.SaveError, match=r"stopped the save of(?s:.*)hint: "):
         committer.publish(first, [])
     # As a copy that goes on under its own name: it keeps its files.
     late = ConditionalCommitter(lambda: None)

@@ -15,11 +15,10 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.mirroring.copier import Copier
 from cnr_jax.repository.store import LocalStore, store_of
 
 from .bucket_proxy import Proxy
-from .conftest import Gate, each_of
+from .conftest import each_of
 from .test_mirrors import (
     caught_up,
     far,
@@ -196,42 +195,6 @@ def test_what_does_not_fit_goes_to_the_root_with_a_report(
         assert "has room for" in report.near_problem
         assert report.mirror_lag_steps is None and manager.mirror_report is None
     assert steps_in(far) == ["0", "1", "2"] and harm(far) == []
-
-
-def test_a_host_that_is_given_up_copies_nothing_after_the_run_went_on(
-    tiny_run: Any, tmp_path: Path, far: epath.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is about to commit a copy when another host begins."""
-    run, other, gate = tiny_run(), tiny_run(salt=1), Gate()
-    make_room = Copier._make_room
-
-    def late(*told: Any) -> None:
-        make_room(*told)
-        gate.passes()
-
-    with run.open(str(far), near=tmp_path / "a") as first:
-        run.run(first, range(2))
-        caught_up(first)
-        monkeypatch.setattr(Copier, "_make_room", late)
-        gate.shut()
-        run.run(first, [2])
-        assert gate.reached.wait(60)
-        monkeypatch.undo()
-        if "://" not in str(far):
-            gate.open()  # there the lock is waited for
-            caught_up(first)
-        with other.open(str(far), near=tmp_path / "b") as second:
-            held = second.all_steps()
-            other.restore(second, None)
-            gate.open()
-            until(lambda: first.mirror_report.lag_steps == 0 or first._mirror.lost)
-            other.run(second, [*range(held[-1] + 1, 5)])
-            caught_up(second)
-            assert second.mirror_report.problems == ()
-    with other.open(str(far)) as reader:
-        for step in (3, 4):
-            other.check(reader, step)
-    assert harm(far) == []
 
 
 def test_rules_of_orbax_are_refused_beside_it(

@@ -122,36 +122,3 @@ def logs(folder: Path) -> str:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
-
-
-_CLAIMS = """
-import sys
-from pathlib import Path
-from cnr_jax.repository.upkeep.claim import Claim
-Claim(Path(sys.argv[1])).take()
-print("claimed", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_no_step_is_deleted_under_a_program_that_saves(
-    tiny_run: Any, tmp_path: Path
-) -> None:
-    """Even if the manager that is to delete has not saved yet, and so claimed nothing."""
-    run = tiny_run()
-    with run.open(tmp_path, policy=cnr.Full()) as manager:
-        run.run(manager, range(2))
-    words = [sys.executable, "-c", _CLAIMS, str(tmp_path)]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with (
-        run.open(tmp_path) as manager,
-        subprocess.Popen(words, **pipes) as program,
-    ):
-        assert program.stdout is not None
-        assert program.stdout.readline() == "claimed\n"
-        with pytest.raises(cnr.errors.WriterError, match=f"process {program.pid} "):
-            manager.delete(0)
-        assert manager.all_steps() == [0, 1] and (tmp_path / "0").is_dir()
-        program.communicate()
-        manager.delete(0)
-        assert manager.all_steps() == [1]

@@ -198,6 +198,8 @@ class ConditionalCommitter:
         try:
             store_of(note).swap(note, committed(text), version)
         except FileExistsError as error:
+            if _noted(attempt) == stopped(text):
+                self._check_claim()
             raise _lost(attempt, text) from error
 
     def settle(self, attempt: Attempt) -> None:
@@ -274,12 +276,17 @@ def _lost(attempt: Attempt, text: str) -> errors.CnrError:
     found = _noted(attempt)
     if says_committed(found):
         return _taken(attempt)
-    got = found[:64].decode(errors="replace") or "none"
-    what = "another attempt at this step holds"
     if found == stopped(text):
-        what = "another manager has taken the root over, and stopped"
+        return errors.SaveError(
+            f"another program has had the root for a while, and stopped the save of"
+            f" {os.fspath(attempt.path)}\n"
+            "  hint: save again; delete and merge steps while nobody saves",
+            step=names.step_number(attempt.directory),
+            path=os.fspath(attempt.path),
+        )
+    got = found[:64].decode(errors="replace") or "none"
     return errors.WriterError(
-        f"{what} {os.fspath(attempt.path)}\n"
+        f"another attempt at this step holds {os.fspath(attempt.path)}\n"
         f"  got {got} in {names.ATTEMPT}, expected {text}: this one\n"
         "  hint: let one program at a time save there",
         path=os.fspath(attempt.path),

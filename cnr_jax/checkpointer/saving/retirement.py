@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_deletion,
     preservation_context,
@@ -18,9 +17,7 @@ from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import Preserving, children_first
-from cnr_jax.repository.mirroring.places import is_free
 from cnr_jax.repository.upkeep.aside import clear_aside
-from cnr_jax.repository.upkeep.claim import read_writer
 from cnr_jax.repository.upkeep.removal import remove_in_place
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
@@ -160,13 +157,6 @@ class Retirement:
             WriterError: if another manager saves to this root.
             OSError: if it cannot be removed; the step is then there as before.
         """
-        root = self._steps.root
-        if not is_free(root):
-            raise errors.WriterError(
-                f"another manager saves to {root}: step {step} is not deleted\n"
-                f"  got {read_writer(root)}\n"
-                "  hint: delete it in that program, or when that has ended"
-            )
         for _, error in self._removing([step]):
             raise error
 

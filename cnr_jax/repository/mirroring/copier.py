@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.causes import as_root_errors, in_one_line
-from cnr_jax.repository.committer import Attempt, Committer, committer_for
+from cnr_jax.repository.causes import as_root_errors
+from cnr_jax.repository.committer import Attempt, committer_for
 from cnr_jax.repository.index.entries import Entry, order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import Kept, children_first, kept_steps
@@ -135,23 +135,6 @@ class Copier:
                 raise
             self._has_claimed = True
 
-    def claim(self, item: str) -> None:
-        """Claims the target when nothing is copied yet.
-
-        Args:
-            item: name of the item that holds the state, if the copier does not know it.
-
-        Raises:
-            CnrError, OSError: as `look`, or if the target cannot be claimed.
-        """
-        self.item = self.item or item
-        self._held = self._held or self._look(self.item)
-        self.writer.open(self._target, self.item)
-        try:
-            self._claim()
-        finally:
-            self.writer.end_writing()
-
     def _look(self, item: str) -> Ledger:
         """Ledger of the source as it now is."""
         held, epoch = self._held, self._epoch
@@ -254,7 +237,9 @@ class Copier:
             # `own`: files of the step that an earlier call has copied are no leftover.
             self._claim(own=entry.directory)
             if self.has(entry):
-                return  # an earlier call has committed it, but did not hear so
+                # An earlier call has committed it, but did not hear so.
+                self._note_copied(entry)
+                return
             self._make_room(entry)
             committer.prepare(attempt, [])
             folder = committer.folder(attempt)
@@ -269,12 +254,10 @@ class Copier:
                     path=where,
                 )
             writer.check_claim()
-            self._publish(committer, attempt)
+            committer.publish(attempt, [])
             committer.settle(attempt)
             self.there.read(self._target, entry.directory, item)
-            if (made := self.there.entries.get(entry.directory)) is not None:
-                writer.note_own(made)
-            writer.show(entry.directory, [*self.there.left])
+            self._note_copied(entry)
         except (errors.CnrError, OSError) as error:
             writer.undo()  # the next call looks whether the copy is committed all the same
             # After other errors the files stay, and the next call copies the rest.
@@ -285,22 +268,11 @@ class Copier:
         finally:
             writer.end_writing()
 
-    def _publish(self, committer: Committer, attempt: Attempt) -> None:
-        """Commits a copy.
-
-        Raises:
-            SaveError: if another manager had the target for a while, and stopped the copy. The next
-                call looks anew whether what the step rests on is there.
-            WriterError: if another manager has the target.
-        """
-        try:
-            committer.publish(attempt, [])
-        except errors.WriterError as error:
-            self.writer.check_claim()
-            raise errors.SaveError(
-                f"{attempt.directory} is copied later: {in_one_line(error)}",
-                step=names.step_number(attempt.directory),
-            ) from error
+    def _note_copied(self, entry: Entry) -> None:
+        """Notes a copy that is committed for the catalogue, and shows it to plain Orbax."""
+        if (made := self.there.entries.get(entry.directory)) is not None:
+            self.writer.note_own(made)
+        self.writer.show(entry.directory, [*self.there.left])
 
     def copy_chain(self, entry: Entry) -> list[str]:
         """Copies a step and all that it rests on; returns the directories that were copied."""

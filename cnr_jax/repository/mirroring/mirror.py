@@ -76,7 +76,7 @@ class Mirror:
         self._meter = Meter(bytes_per_sec)
         settings: Any = {"is_step": is_step, "item": item, "single": single}
         self._copier = Copier(root, target, meter=self._meter, **settings)
-        self.way_back = WayBack(root, target, claim=self._copier.claim, **settings)
+        self.way_back = WayBack(root, target, **settings)
         # Steps that are committed and not copied yet, by uuid: number, bytes, and since when.
         self._waiting: dict[str, tuple[int, int, float]] = {}
         self._there = frozenset[str]()

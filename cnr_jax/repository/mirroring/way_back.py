@@ -26,7 +26,6 @@ class WayBack:
     Args:
         root: root that is mirrored, and is written to here.
         target: mirror of the root, which is only read here.
-        claim: function that claims the target, given the name of the item that holds the state.
         is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
         item: name of the item of each step; None: the one that is found.
         single: whether to skip the trial of the store's conditions, see `Options.single_writer`.
@@ -37,12 +36,11 @@ class WayBack:
         root: AnyPath,
         target: AnyPath,
         *,
-        claim: Callable[[str], None],
         is_step: Callable[[str], bool] | None = None,
         item: str | None = None,
         single: bool = False,
     ) -> None:
-        self.root, self.target, self._claim = root, target, claim
+        self.root, self.target = root, target
         self._is_step, self._item = is_step, item
         self._settings: Any = {"is_step": is_step, "item": item, "single": single}
 
@@ -87,7 +85,7 @@ class WayBack:
                 return False
             theirs = Ledger.load(self.target, item, self._is_step)
         newest = own.newest() if own is not None else None
-        tried, has_claimed = set[str](), step is not None
+        tried = set[str]()
         while True:
             found = [e for e in theirs.restorable() if e.directory not in tried]
             if step is not None:
@@ -109,13 +107,7 @@ class WayBack:
                 )
             if not is_free(self.root):
                 return False
-            if not has_claimed:
-                # A host that is given up may still be copying to the mirror. A step that came after
-                # this look would have the number of one that this run is about to save.
-                has_claimed = True
-                theirs = self._claimed(theirs, item)
-                continue
-            copier = Copier(self.target, self.root, **self._settings | {"item": item})
+            copier = self._copier(item)
             filled = as_root_errors(self.root, "filled from its mirror")
             try:
                 with filled, copier.writer.for_a_while():
@@ -139,18 +131,11 @@ class WayBack:
             )
             return True
 
-    def _claimed(self, theirs: Ledger, item: str) -> Ledger:
-        """Claims the target; returns what it then holds, or `theirs` if it cannot be claimed."""
-        try:
-            self._claim(item)
-            return Ledger.load(self.target, item, self._is_step)
-        except (errors.CnrError, OSError) as error:
-            _log.warning(
-                "steps may still come into the mirror %s while it is read: %s",
-                self.target,
-                in_one_line(error),
-            )
-            return theirs
+    def _copier(self, item: str | None) -> Copier:
+        """Copier into the root; a manager that saves there goes on with its save afterwards."""
+        copier = Copier(self.target, self.root, **self._settings | {"item": item})
+        copier.writer.stops = False
+        return copier
 
     def mend(self, directory: str) -> bool:
         """Mends a step of the root, and the steps that it rests on, with files of the mirror.
@@ -160,7 +145,7 @@ class WayBack:
         """
         if not is_free(self.root):
             return False
-        copier = Copier(self.target, self.root, **self._settings)
+        copier = self._copier(self._item)
         try:
             with copier.writer.for_a_while():
                 if not copier.look() or directory not in copier.source.entries:

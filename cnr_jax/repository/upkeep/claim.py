@@ -317,19 +317,10 @@ class Claim:
         found, self._version = _read_writer(self._root)
         if found is None and not exists(self._root / names.WRITER):
             # Somebody deleted the file, or claimed the root for a while; nobody claims it now.
-            self._write(dataclasses.replace(own, epoch=self._new_epoch()))
+            self._write(own)
             return
         if found is None or found.id != own.id:
             raise _taken_over(self._root, found, own)
-        if found.epoch != own.epoch:
-            self._own = (
-                None  # the next save claims the root again, and looks what it holds
-            )
-            raise errors.WriterError(
-                f"another program has stood in for this manager in {os.fspath(self._root)}\n"
-                f"  got epoch {found.epoch}, expected {own.epoch}\n"
-                "  hint: save again; and delete or merge steps while nobody saves"
-            )
         # What is moved aside may differ: a manager that stood in for this one may have settled it.
         self._own = found
 

@@ -69,8 +69,8 @@ class RootWriter:
 
     Attributes:
         adopts: whether steps of plain Orbax count.
-        root: root of the manager, which may hold nothing yet; None: the first save or restore
-            sets it.
+        stops: whether a claim stops saves of others in a bucket.
+        root: root of the manager; None until the first save or restore sets it.
         is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
         remover: remover of what the root no longer needs. None as long as there is no root, and in
             storage services, where a directory cannot be renamed at once.
@@ -80,9 +80,8 @@ class RootWriter:
         changed: whether steps may have come or gone that the other processes do not know of.
         noted: whether steps of the root may be noted as suspect.
         gaps: files found missing of the checkpoints that saves rest on.
-        looking: lock that is held while the ledger, the notes for the catalogue or `_tidy` are read
-            in the background or change: saves are planned in one thread, and end in others. Not
-            held while storage removes steps.
+        looking: lock that is held while the ledger, the notes for the catalogue or `_tidy` change,
+            or are read in the background. Not held while storage removes steps.
     """
 
     # Made together with the place; nothing is claimed or locked before `claim`.
@@ -98,6 +97,7 @@ class RootWriter:
         single: bool = False,
     ) -> None:
         self._is_first, self._single, self.adopts = is_first, single, adopts
+        self.stops = not single
         self.root: AnyPath | None = None
         self.is_step: Callable[[str], bool] | None = None
         self.remover: Remover | None = None
@@ -235,7 +235,7 @@ class RootWriter:
         if not self._claim.is_taken:
             if not self._single:
                 check_conditions(root)
-            # The ledger may have been read before another manager saved there last.
+            # The ledger may have been read before another manager saved there.
             self._doubtful, self._is_alone = True, False
             self._before = self._claim.take()
             with self.looking:
@@ -270,8 +270,8 @@ class RootWriter:
             # Before the refresh, which finds what they have committed by now.
             known = {e.directory for e in ledger.committed() if self._is_of_epoch}
             known |= {own or ""}
-            mine = None if self._single else self._writing
-            end_attempts(root, ledger.is_step, known, self._claim.check, mine)
+            own_saves = {*self._writing} if self.stops else None
+            end_attempts(root, ledger.is_step, known, self._claim.check, own_saves)
         self._is_alone = True
         changed = self._bring_back() | self._refresh()
         with self.looking:
