@@ -741,6 +741,23 @@ def test_a_save_without_a_state_is_not_committed_by_who_has_lost_the_root(
             assert second.reload() is None and second.all_steps() == [0, 1]
 
 
+def test_a_reader_of_a_step_that_is_being_removed_is_told_so(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(root)) as manager:
+        run.run(manager, range(3))
+    partial = ocp.args.PyTreeRestore()
+    for at, args in enumerate((cnr.args.Restore(run.state), None, partial)):
+        with cnr.CheckpointManager(str(root)) as reader:
+            assert reader.all_steps() == [0, 1, 2]
+            if at == 0:
+                markers.begin_removal(root / "2", lambda: None)
+            with case_of(at), pytest.raises(errors.NoStepError) as caught:
+                reader.restore(2, args=args)
+            assert caught.value.kind == "step_deleted"
+
+
 def gated_commit(monkeypatch: pytest.MonkeyPatch, gate: Gate, directory: str) -> None:
     """Commits of a step come to the gate first."""
     publish = ConditionalCommitter.publish

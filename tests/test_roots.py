@@ -19,6 +19,7 @@ from cnr_jax.handler import CnrHandler
 from .conftest import each_of
 
 STORES = [
+    "s3:bucket/x",
     "http://host/run",
     "https://host/run",
     "az://bucket/run",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -467,3 +470,26 @@ def test_save_meanwhile_is_no_problem(tiny_run: Any, tmp_path: Path) -> None:
             watcher.join()
     assert {problem.kind for problem in problems} <= {"unfinished", "removed"}
     assert not any(problem.consequence for problem in problems)
+
+
+_IMPORTS = """
+import sys, threading
+from importlib.abc import MetaPathFinder
+found = []
+class Watch(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("cnr_jax") and threading.current_thread() is not threading.main_thread():
+            found.append(name)
+sys.meta_path.insert(0, Watch())
+import cnr_jax as cnr
+assert cnr.verify(sys.argv[1]) == ()
+print(*found)
+"""
+
+
+def test_no_thread_imports_a_module(root: Path) -> None:
+    """Threads that import modules which import each other may deadlock."""
+    words = [sys.executable, "-c", _IMPORTS, str(root)]
+    told = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(words, capture_output=True, text=True, check=True, env=told)
+    assert ran.stdout.split() == []

@@ -41,7 +41,10 @@ def cost(
         return Exit.FINE
     if found is None:
         saves = count_of(len(course.saves), "save")
-        print_lines([(f"not known yet: got {saves}, expected {ENOUGH} or more", "")])
+        text = f"not known yet: got {saves}, expected {ENOUGH} or more"
+        if len(course.saves) >= ENOUGH:
+            text = f"not known yet: got {saves}, of which too few say what they took"
+        print_lines([(text, "")])
         return Exit.FINE
     head, *rest = str(found).splitlines()
     lines = [(head, "bold"), *((line, "") for line in rest), (found.basis, "dim")]

@@ -31,7 +31,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CALLED_OTHERWISE = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "s3": "s3", "gs": "gs"}
 # pathlib makes `s3:/bucket` of `s3://bucket`. Only schemes that nobody would name a folder by.
 _CUT_SCHEME = re.compile(
-    r"(gs|gcs|s3[an]?|az|abfss?|hdfs|https?|file|ftp):/", re.IGNORECASE
+    r"(gs|s3):|(gcs|s3[an]|az|abfss?|hdfs|https?|file|ftp):/", re.IGNORECASE
 )
 
 

@@ -177,7 +177,9 @@ def is_same_step(root: AnyPath, directory: str, item: str, uuid: str | None) -> 
     try:
         if not (directory and is_directory(root / directory)):
             return False
-        return uuid is None or read_step(root, directory, item).uuid == uuid
+        if uuid is None:
+            return can(root).renames or is_committed(root / directory)
+        return read_step(root, directory, item).uuid == uuid
     except errors.CnrError as error:
         missing = error.kind in ("manifest_missing", "not_committed")
         return can(root).renames or not missing

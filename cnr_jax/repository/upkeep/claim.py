@@ -420,12 +420,14 @@ class Claim:
 
 
 def _taken_over(root: AnyPath, found: Writer | None, own: Writer) -> errors.WriterError:
+    hint = other_writer(found)
+    if found is not None and found.process == own.process and not found.is_here:
+        hint = "prune, compact or a repair acts in its place for now: save when that is over"
     return errors.WriterError(
         f"another manager has taken over {os.fspath(root)}\n"
         f"  got {found or 'a claim that cannot be read'}\n"
         f"  expected {own}: this one\n"
-        f"  hint: {other_writer(found)};"
-        " reload() lets this manager take the root over again"
+        f"  hint: {hint}; reload() lets this manager take the root over again"
     )
 
 

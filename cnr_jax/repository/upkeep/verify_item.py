@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -118,6 +119,10 @@ def inspect_item(item: AnyPath, manifest: Manifest, *, data: bool) -> list[Findi
         checks.append((digest.path, "step", look))
     look = partial(_check_unnamed, item, manifest, processes)
     checks.append(("", "none", look))
+    if processes:
+        # Threads that import modules which import each other may deadlock.
+        for module in ("repository.store.arrays", "rows.codecs"):
+            importlib.import_module(f"cnr_jax.{module}")
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "cnr_verify") as pool:
         for findings in pool.map(partial(_findings, item), checks):
             found += findings
