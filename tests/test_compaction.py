@@ -566,6 +566,24 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
         cnr.plan_compaction(tmp_path, step=1)
 
 
+def test_rows_are_added_in_one_encoding_along_a_chain(tmp_path: Path) -> None:
+    """A delta holds all rows of a tile, in another codec or on another mesh than those before."""
+    run, options = Run(tmp_path, 38), {"rounding": "nearest", "bits": 2}
+    for codec, cut, saves in (
+        ("adaptive", P(None), 1),
+        ("lattice", P(None), 2),
+        ("lattice", P("r", "c"), 3),
+    ):
+        run.cut = cut
+        run.save({"codec": codec, **options}, saves=saves)
+    expected = {step: run.restored(step) for step in range(6)}
+    for merged in (5, 1):
+        cnr.compact(tmp_path, step=merged, writer_is_dead=True)
+        for step in range(6):
+            assert_same(run.restored(step, P(None, "c")), expected[step])
+    assert cnr.verify(tmp_path, level="data") == ()
+
+
 @pytest.mark.parametrize("examples", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_chains(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
     """Codecs, widths and meshes change along a chain, of which some steps are merged already."""

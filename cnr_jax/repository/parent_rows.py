@@ -148,7 +148,10 @@ class ParentRows:
             return
         self._tiles = dict(self._tiles) if parent else {}
         for key, tile in tiles.items():
-            _put(self._tiles, key, tile)
+            if parent:
+                _put(self._tiles, key, tile)
+            else:
+                self._tiles[key] = tile
         self._uuid, self._last = uuid, ("", "", {})
 
 
@@ -161,12 +164,16 @@ def _always() -> bool:
 
 
 def _put(tiles: dict[TileKey, WrittenTile], key: TileKey, new: WrittenTile) -> None:
-    """Puts written rows in their places in a tile; a tile that is then not whole is dropped."""
+    """Puts rows of a delta in their places in a tile, or drops the tile if its codec has changed.
+
+    A tile is also dropped if it was not known: its chain may hold differences in another codec or
+    for other columns, and a reader adds rows of one tile in one encoding only.
+    """
     before = tiles.get(key)
-    if new.positions is None:
-        tiles[key] = new
-    elif before is None or before.codec != new.codec:
+    if before is None or before.codec != new.codec:
         tiles.pop(key, None)
+    elif new.positions is None:
+        tiles[key] = new
     else:
         # Copies, as another save may be reading the arrays that were there.
         parts = {name: part.copy() for name, part in before.parts.items()}
