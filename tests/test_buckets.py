@@ -758,6 +758,36 @@ def test_a_reader_of_a_step_that_is_being_removed_is_told_so(
             assert caught.value.kind == "step_deleted"
 
 
+def test_a_removal_that_is_taken_back_is_not_gone_on_with(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new manager has seen that a step was to go; by then the step is committed again."""
+    run, note = tiny_run(), root / "1" / names.ATTEMPT
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+    store, stop = store_of(root), markers.stop
+    whole = store.read(note)
+
+    def late(step: epath.Path, *told: Any) -> bytes:
+        found = stop(step, *told)
+        if step.name == "1":
+            assert markers.says_removed(found)
+            store.write(note, whole, replaces=True)
+        return found
+
+    with run.open(str(root)) as manager:
+        run.restore(manager, None)
+        store.write(note, whole.replace(b"committed", b"removing"), replaces=True)
+        store.remove_file(root / names.CATALOGUE)
+        monkeypatch.setattr(RootWriter, "_is_of_epoch", False)
+        monkeypatch.setattr(markers, "stop", late)
+        run.run(manager, [2])
+        assert manager.all_steps() == [0, 1, 2]
+        for step in range(3):
+            run.check(manager, step)
+    assert consequences(root) == []
+
+
 def gated_commit(monkeypatch: pytest.MonkeyPatch, gate: Gate, directory: str) -> None:
     """Commits of a step come to the gate first."""
     publish = ConditionalCommitter.publish
@@ -886,11 +916,16 @@ def test_a_new_manager_stops_only_what_is_not_committed(root: epath.Path) -> Non
 
     with pytest.raises(errors.WriterError, match="taken over"):
         markers.begin_removal(root / "5", lost)
-    assert committer.is_published(first)
-    markers.begin_removal(root / "5", lambda: None)
-    markers.begin_removal(root / "5", lost)  # which has begun
-    assert markers.says_removed(store.read(note))
-    store.write(note, names.REMOVED, replaces=True)
+    assert is_committed(root / "5")
+
+    def goes_on() -> None:
+        markers.begin_removal(root / "5", claimed)
+        raise errors.WriterError("taken over")
+
+    # The new manager goes on with it: it is not committed again.
+    with pytest.raises(errors.WriterError, match="taken over"):
+        markers.begin_removal(root / "5", goes_on)
+    assert store.read(note) == names.REMOVED
     assert markers.stop(root / "5", claimed) == store.read(note) == names.REMOVED
 
 

@@ -120,7 +120,7 @@ def test_steps_that_come_back_after_a_failed_rollback_are_listed(
         manager.save(2, args=cnr.args.Save(run.state, run.touched))
         with pytest.raises(cnr.errors.SaveError, match="No space"):
             manager.wait_until_finished()
-    assert "steps 2 are back" in caplog.text
+    assert "1 step back: 2" in caplog.text
     assert manager.all_steps() == [1, 2]
     run.check(manager, 2)
     manager.close()

@@ -9,6 +9,8 @@ Orbax's file does.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,33 +83,41 @@ def stop(
     return b""
 
 
-def begin_removal(step: AnyPath, check_claim: Callable[[], None]) -> None:
+def begin_removal(step: AnyPath, check_claim: Callable[[], None] | None) -> None:
     """Takes the commit of a step back, unless the root was taken over.
 
     The claim is looked at when the commit is taken back already: another manager that has the root
-    by then may have read the step before, and rest saves on it. The step is then committed again.
+    by then may have read the step before, and rest saves on it. The step is then committed again,
+    unless the other manager has found that the step was to go, and goes on with that: of the two
+    only one takes place.
 
     Args:
-        step: path of the folder, in a store that cannot rename folders.
-        check_claim: function that raises an error if another manager has taken over the root.
+        step: path of the folder, in a store that cannot rename folders. Its removal may have begun.
+        check_claim: function that raises an error if another manager has taken over the root;
+            None: only a removal that has begun goes on.
 
     Raises:
         WriterError: if another manager has; or as `check_claim`.
+        FileExistsError: if the step is committed again, or somebody else goes on with its removal.
         OSError: if storage does not tell, or cannot be written.
     """
     note = step / names.ATTEMPT
-    found = store_of(note).read_version(note)
-    if found is None or not says_committed(found[0]):
-        return  # Orbax's file commits it, or its removal has begun
-    nonce = found[0].removesuffix(_COMMITTED)
-    version = store_of(note).swap(note, nonce + _REMOVING, found[1])
-    try:
-        check_claim()
-    except BaseException:
-        # The other manager may also have seen that the step was to go, and go on with that.
-        with contextlib.suppress(OSError):
-            store_of(note).swap(note, found[0], version)
-        raise
+    data, version = store_of(note).read_version(note) or (b"", None)
+    if says_committed(data):
+        if check_claim is None:
+            text = "the step is committed again"
+            raise FileExistsError(errno.EEXIST, text, os.fspath(step))
+        removing = data.removesuffix(_COMMITTED) + _REMOVING
+        version = store_of(note).swap(note, removing, version)
+        try:
+            check_claim()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                store_of(note).swap(note, data, version)
+            raise
+    elif not data.endswith(_REMOVING):
+        return  # Orbax's file commits the step, or nothing does
+    store_of(note).swap(note, names.REMOVED, version)
 
 
 def is_committed(step: AnyPath, held: Collection[str] | None = None) -> bool:

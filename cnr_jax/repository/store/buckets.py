@@ -245,8 +245,9 @@ class BucketStore(Objects):
             if attempt in markers:
                 # Written first and removed last, so that what a killed program leaves is known.
                 note = path / names.ATTEMPT
-                _, version = self.read_version(note) or (b"", None)
-                version = self.swap(note, names.REMOVED, version)
+                data, version = self.read_version(note) or (b"", None)
+                if data != names.REMOVED:
+                    version = self.swap(note, names.REMOVED, version)
                 self._delete(path, first)
                 self._delete(path, [key for key in markers + rest if key != attempt])
                 # Another program may have begun to write there again meanwhile.

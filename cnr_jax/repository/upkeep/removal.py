@@ -151,12 +151,15 @@ class Remover:
         self._purger.close()
 
 
-def remove_in_place(step: store.AnyPath, check_claim: Callable[[], None]) -> None:
+def remove_in_place(
+    step: store.AnyPath, check_claim: Callable[[], None] | None
+) -> None:
     """Removes a step where folders cannot be renamed, starting with the file that commits it.
 
     Args:
         step: path of the step.
-        check_claim: function that raises an error if another manager has taken over the root.
+        check_claim: function that raises an error if another manager has taken over the root;
+            None: only a removal that has begun goes on.
 
     Raises:
         WriterError: if another manager has taken over the root; the step stays.
@@ -213,7 +216,7 @@ def end_attempts(
             if not markers.says_removed(data):
                 continue
             try:
-                remove_in_place(step, lambda: None)  # whose removal has begun already
+                remove_in_place(step, None)
             except OSError as error:
                 _log.warning(
                     "what is left of a removed step stays until the next manager saves: %s",
