@@ -53,7 +53,7 @@ class Retirement:
     def decide(self, infos: Sequence[StepInfo], attempt: Attempt) -> list[int]:
         """Decides which steps are removed, now that a save is committed.
 
-        Steps that stay for now are those on which saves rest that have begun since.
+        Steps stay for now if saves that have begun since rest on them.
 
         Args:
             infos: descriptions of all steps, with the new one.
