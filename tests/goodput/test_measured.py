@@ -337,4 +337,5 @@ def test_saves_in_flight_that_fail_are_not_measured(
     manager.wait_until_finished()
     saves = manager._saves.meter.found.saves
     assert [save.step for save in saves] == [1, 2, 3, 5]
-    assert sum(part.steps for part in saves[-1].trained) in (1, 2)
+    # None where a slow machine left the end of a train step unknown.
+    assert sum(part.steps for part in saves[-1].trained) <= 2
