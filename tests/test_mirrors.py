@@ -462,6 +462,26 @@ def test_retention_of_its_own(tiny_run: Any, root: Path, far: epath.Path) -> Non
     assert report.copied_steps == 2 and steps_in(fresh) == ["4", "5"]
 
 
+def test_what_a_rollback_set_aside_goes_with_other_steps(
+    tiny_run: Any, root: Path, far: epath.Path
+) -> None:
+    run, policy = tiny_run(), cnr.Full()
+    with run.open(root, policy=policy, mirror=str(far), mirror_keep=3) as manager:
+        run.run(manager, [0, 1, 2])
+        caught_up(manager)
+        run.restore(manager, 1)
+        run.run(manager, [2, 3, 4, 5])
+        caught_up(manager)
+        until(lambda: steps_in(far) == ["3", "4", "5"])
+    assert aside_in(far) == []
+    assert aside_in(epath.Path(root)) != [], "there all steps stay"
+    assert harm(far) == []
+
+
+def aside_in(root: epath.Path) -> list[str]:
+    return [name for name in names_in(root) if names.abandoned_step(name)]
+
+
 def test_steps_that_the_run_saves_are_no_surprise_to_its_mirror(
     tiny_run: Any, root: Path, far: epath.Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from cnr_jax import errors
 from cnr_jax.format import names
@@ -202,7 +202,8 @@ class Copier:
             if newest is not None and entry.run == newest.run and not entry.orbax
         ]
         if keep is not None:
-            kept = _kept(self.source, keep, min_fulls)
+            with _in_newest_run(self.source):
+                kept = _kept(self.source, keep, min_fulls)
             stays = {*kept.wanted, *kept.fulls}
             found = [entry for entry in found if entry.step in stays]
         return self._parents_first(found)
@@ -349,7 +350,8 @@ class Copier:
         there = self.there
         if there.newest() is None:
             return []
-        found = _kept(there, keep, min_fulls)
+        with _in_newest_run(there):
+            found = _kept(there, keep, min_fulls)
         going = {
             entry.directory: entry.step
             for entry in there.committed()
@@ -361,7 +363,8 @@ class Copier:
             self._claim()
             if found.crowded:
                 place = Place(self._target, "", str(self.item))
-                clear_aside(place, there, self._remove, set(), adopts=False)
+                with _in_newest_run(there):
+                    clear_aside(place, there, self._remove, set(), adopts=False)
             for directory in children_first(there, going):
                 self._remove(directory)
         finally:
@@ -407,21 +410,29 @@ class Copier:
         self.writer.close()
 
 
-def _kept(ledger: Ledger, keep: int, min_fulls: int) -> Kept:
-    """Says which steps of the newest run stay in a root that keeps only its newest steps."""
+@contextlib.contextmanager
+def _in_newest_run(ledger: Ledger) -> Iterator[None]:
+    """Gives a ledger the run of its newest step during the block: retention counts in a run.
+
+    As long as it has no run, the ledger expects other programs to add and remove steps.
+    """
     newest, before = ledger.newest(), ledger.run
     ledger.run = newest.run if newest is not None else None
     try:
-        return kept_steps(
-            ledger,
-            {names.step_number(name) for name in ledger.directories()},
-            lambda steps: steps[-keep:],
-            min_fulls=min_fulls,
-            because=f"it is one of the newest {keep}",
-        )
+        yield
     finally:
-        # As long as it has no run, the ledger expects other programs to add and remove steps.
         ledger.run = before
+
+
+def _kept(ledger: Ledger, keep: int, min_fulls: int) -> Kept:
+    """Says which steps of its run stay in a root that keeps only its newest steps."""
+    return kept_steps(
+        ledger,
+        {names.step_number(name) for name in ledger.directories()},
+        lambda steps: steps[-keep:],
+        min_fulls=min_fulls,
+        because=f"it is one of the newest {keep}",
+    )
 
 
 def may_hold(
