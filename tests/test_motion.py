@@ -164,7 +164,7 @@ def test_auto_saves_all_bits_where_eight_are_too_few(tmp_path: Path) -> None:
     reports = run(tmp_path, 1e-4, 5, bits="auto", expected_restores=1)
     assert [report.auto_bits for report in reports] == [2, 2, 32, 32, 32]
     assert "all bits: restored 2 times" in reports[2].reason
-    assert " all bits," in str(reports[2]) and "32" not in str(reports[2])
+    assert " all bits," in str(reports[2]) and "32 bits" not in str(reports[2])
     state = make_state()
     with opened(tmp_path, state) as manager:
         before = restore(manager, state, 3)["user"]
