@@ -211,7 +211,8 @@ def with_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ("way", "spec"),
     [
         *(("on_host", spec) for spec in (*SPECS, "one")),
-        *(("by_program", spec) for spec in (*SPECS, "one")),
+        *(("by_program", spec) for spec in ("rows", "both", "whole", "one")),
+        pytest.param("by_program", "columns", marks=pytest.mark.slow),
         *(("slab_by_slab", spec) for spec in ("both", "one")),
         ("device_by_device", "rows"),
         ("block_by_block", "both"),
@@ -255,8 +256,17 @@ def test_rows_that_nothing_holds_are_positive_zeros(
     assert np.asarray(got).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("spec", ["both", "one"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "spec"),
+    [
+        *((way, "both") for way in WAYS),
+        *((way, "one") for way in ("on_host", "slab_by_slab")),
+        *(
+            pytest.param(way, "one", marks=pytest.mark.slow)
+            for way in ("by_program", "device_by_device", "block_by_block")
+        ),
+    ],
+)
 def test_rows_that_take_none_have_the_values_of_the_array_that_is_given(
     root: Path, way: str, spec: str, take: Callable[[str], None]
 ) -> None:
