@@ -60,6 +60,9 @@ def decode(codec: Lattice, parts: Any, dim: int, dtype: Any) -> jax.Array:
     return codec.decode(parts, dim=dim, dtype=dtype)
 
 
+record = jax.jit(cnr.record)
+
+
 class Run(SummedRun):
     """A table that is trained: a few rows move a little, some become such as none holds."""
 
@@ -87,7 +90,7 @@ class Run(SummedRun):
         table[ids[4]] *= 0.05
         table[ids[5]] *= 4
         self.table = table.astype(self.table.dtype)
-        self.touched = cnr.record(self.touched, {"t": jnp.asarray(ids)})
+        self.touched = record(self.touched, {"t": jnp.asarray(ids)})
 
     def restored(self, step: int, sharding: Any = None) -> np.ndarray:
         like = {

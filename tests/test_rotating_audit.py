@@ -62,6 +62,14 @@ def make_state(devices: int = 1, spec: Any = BY_ROWS) -> dict[str, Any]:
     }
 
 
+record = jax.jit(cnr.record)
+
+
+@jax.jit
+def moved(rows: jax.Array, ids: jax.Array, by: float) -> jax.Array:
+    return rows.at[ids].add(by)
+
+
 class Run:
     """A run whose train steps are of SGD, until something else moves rows too."""
 
@@ -92,14 +100,13 @@ class Run:
         """Changes rows behind the back of `record`."""
         params, acc = self.state["params"], self.state["acc"]["user"]
         rows = np.asarray(user, np.int32)
-        moved = {
-            "user": params["user"].at[rows].add(by),
-            "item": params["item"].at[np.asarray(item, np.int32)].add(by),
-        }
         self.state = {
             **self.state,
-            "params": moved,
-            "acc": {"user": acc.at[rows].add(1.0)},
+            "params": {
+                "user": moved(params["user"], rows, by),
+                "item": moved(params["item"], np.asarray(item, np.int32), by),
+            },
+            "acc": {"user": moved(acc, rows, 1.0)},
         }
 
     def train(self, count: int = 40, tables: Any = ("user", "item")) -> np.ndarray:
@@ -110,7 +117,7 @@ class Run:
         }
         self.move(**ids)
         given = {name: jnp.asarray(ids[name], jnp.int32) for name in tables}
-        self.touched = cnr.record(self.touched, given)
+        self.touched = record(self.touched, given)
         return ids["user"]
 
     def save(self) -> cnr.SaveReport:
