@@ -83,7 +83,7 @@ def check_root(root: Path, truth: list[np.ndarray], durable: int) -> int:
 @pytest.mark.parametrize(
     "kills", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])]
 )
-@pytest.mark.parametrize("most", [2, 3])
+@pytest.mark.parametrize("most", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_durable_is_lost_when_a_run_is_killed_at_random(
     tmp_path: Path, most: int, kills: int
 ) -> None:
