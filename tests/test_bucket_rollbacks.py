@@ -97,7 +97,7 @@ def test_a_save_of_a_number_that_is_taken_has_a_name_of_its_own(
             if reopened:
                 manager.reload()
             assert manager.all_steps() == [*range(6)] == manager.all_steps(read=True)
-            for step in (None, *range(6)):
+            for step in (None,) if reopened else range(6):
                 run.check(manager, step)
     assert {p.directory for p in cnr.verify(url)} == aside
     assert [p for p in cnr.verify(url) if p.consequence] == []
@@ -493,7 +493,7 @@ def play(bucket: epath.Path, examples: int, steps: int) -> Counter[str]:
 
 
 def test_a_run_in_a_bucket_is_what_the_model_says(bucket: epath.Path) -> None:
-    assert play(bucket, 4, 8)["branched"] > 0
+    assert play(bucket, 2, 8)["branched"] > 0
 
 
 @pytest.mark.slow

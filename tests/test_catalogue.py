@@ -254,7 +254,7 @@ def test_no_catalogue_changes_an_answer(tiny_run: Any, bucket: epath.Path) -> No
     document["steps"] = {}
     spoilt += [json.dumps(document).encode()]
     spoilt += [newest.replace(b'"generation":', b'"generation":1', 1)]
-    for i, data in enumerate([newest, *played, *spoilt]):
+    for i, data in enumerate([newest, *played[::2], *spoilt]):
         with case_of((i, data[:40])):
             put(root, data)
             assert answers(run, root) == right

@@ -414,7 +414,7 @@ def test_a_root_in_a_bucket(bucket: epath.Path) -> None:
     """Where no folder is renamed, and a catalogue tells of steps."""
     root = bucket / "root"
     run = Run(root)
-    options = {"codec": "lattice", "slot_codec": "moments"}
+    options = {"codec": "lattice"}
     run.save(options, saves=5)
     chain = [run.restored(step) for step in range(5)]
     done = cnr.compact(root, step=2, writer_is_dead=True)

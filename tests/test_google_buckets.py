@@ -39,7 +39,7 @@ def root(google: epath.Path) -> epath.Path:
 
 @pytest.mark.parametrize(
     "promise",
-    [*PROMISES[:6], *(pytest.param(p, marks=pytest.mark.slow) for p in PROMISES[6:])],
+    [*PROMISES[:5], *(pytest.param(p, marks=pytest.mark.slow) for p in PROMISES[5:])],
     ids=lambda test: test.__name__,
 )
 def test_what_holds_for_s3_holds_here(
