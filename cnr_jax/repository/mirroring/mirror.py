@@ -94,6 +94,7 @@ class Mirror:
 
     def start(self) -> None:
         """Starts the thread that copies; a program that ends does not wait for it."""
+        self._copier.seen = self.way_back.seen
         self._thread = threading.Thread(
             target=self._run, name="cnr_mirror", daemon=True
         )
@@ -211,7 +212,7 @@ class Mirror:
             raise
         except Exception as error:
             # Whatever the error, training goes on, and the report tells of it.
-            if isinstance(error, _ENDS):
+            if isinstance(error, _ENDS) and error.kind != "writer_busy":
                 self.lost = error
             problems.append(in_one_line(error))
         new = [each for each in problems if each not in self._done.problems]
