@@ -288,7 +288,7 @@ def test_a_new_run_moves_the_old_steps_into_a_root_of_their_own(
     assert kinds == ["abandoned", "abandoned"]  # by the rollback, and still there
     run.check(manager, None)
     with caplog.at_level(logging.WARNING), opened(run):
-        assert "holds 1 roots of earlier runs, set aside by new ones" in caplog.text
+        assert "holds roots of earlier runs, set aside by new ones" in caplog.text
     assert {path.name.split(".")[0] for path in folder.iterdir()} == {
         "97000",
         "98000",

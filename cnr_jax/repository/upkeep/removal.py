@@ -370,10 +370,9 @@ def report(root: store.AnyPath, leftovers: Leftovers) -> None:
     for kind, meaning in _MEANINGS.items():
         found: tuple[str, ...] = getattr(leftovers, kind)
         if found:
-            shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-            _log.warning(
-                "%s holds %d %s: %s", os.fspath(root), len(found), meaning, shown
-            )
+            more = [f"and {len(found) - 5} more"] if len(found) > 5 else []
+            shown = ", ".join([*found[:5], *more])
+            _log.warning("%s holds %s: %s", os.fspath(root), meaning, shown)
 
 
 def clear(remover: Remover, leftovers: Leftovers, temporary: Iterable[str]) -> None:
