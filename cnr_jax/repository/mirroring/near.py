@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.dense import DenseTile
 from cnr_jax.repository.causes import in_one_line
 from cnr_jax.repository.description import amount
 from cnr_jax.repository.index.entries import order
@@ -32,9 +33,14 @@ from cnr_jax.repository.store import (
 )
 from cnr_jax.texts import count_of, logger
 
+if TYPE_CHECKING:
+    from cnr_jax.repository.run_plan import RunPlan
+
 _log = logger(__name__)
 # The most bytes of the note that are read: more than a path can have.
 _MOST_BYTES = 1 << 16
+# Bytes of manifests and half-filled pages of a step, for which there must be room besides.
+_OTHER_BYTES = 256 << 10
 
 
 def lacking_room(
@@ -53,24 +59,72 @@ def lacking_room(
         is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
         item: name of the item of each step; None: the one that is found.
     """
-    held, chain_bytes = 0, full_bytes
-    if exists(near):
-        held = store_of(near).bytes_below(near)
-    elif (item := item or find_item(far)) is not None:
-        # The chain that is copied to the near root before the run goes on.
-        ledger = Ledger.load(far, item, is_step)
-        newest = ledger.newest()
-        chain = ledger.chain(newest) if newest else []
-        sizes = [ledger.own_bytes(entry) for entry in chain]
-        full_bytes = max([full_bytes, *sizes[-1:]])
-        chain_bytes = max(full_bytes, sum(sizes))
-    room, needed = store_of(near).free_bytes(near) + held, chain_bytes + full_bytes
-    if room >= needed:
+    free = store_of(near).free_bytes(near)
+    held = store_of(near).bytes_below(near) if exists(near) else 0
+    missing = _missing(near, far, is_step, item)
+    full_bytes = max([full_bytes, *missing[-1:]])
+    needed = max(full_bytes, sum(missing)) + full_bytes
+    # What is near leaves it once it is in the root, but not before the newest chain has come.
+    if free + held >= needed and free >= sum(missing):
         return ""
     return (
-        f"{os.fspath(near)} has room for {amount(room)}, and a chain with the next full"
-        f" checkpoint takes {amount(needed)} or more"
+        f"{os.fspath(near)} has room for {amount(free + held)}, {amount(held)} of which are taken,"
+        f" and a chain with the next full checkpoint takes {amount(needed)} or more"
     )
+
+
+def _missing(
+    near: AnyPath,
+    far: AnyPath,
+    is_step: Callable[[str], bool] | None,
+    item: str | None,
+) -> list[int]:
+    """Bytes of the steps that are copied to the near root before the run goes on, newest first.
+
+    They are the newest chain of the far root, or what of it is not near; none if near is newer.
+    """
+    try:
+        item = item or find_item(far)
+        if item is None:
+            return []
+        theirs = Ledger.load(far, item, is_step)
+        mine = Ledger.load(near, item, is_step) if exists(near) else Ledger()
+    except (errors.CnrError, OSError):
+        if exists(near):
+            return []  # whoever copies steps between the two meets the same error
+        raise
+    newest, own = theirs.newest(), mine.newest()
+    if newest is None or (own is not None and order(own) >= order(newest)):
+        return []
+    here = {entry.uuid for entry in mine.committed()}
+    chain = [entry for entry in theirs.chain(newest) if entry.uuid not in here]
+    return [theirs.own_bytes(entry) + _OTHER_BYTES for entry in chain]
+
+
+def check_room(
+    near: AnyPath, step: int, plans: Iterable[RunPlan], tiles: Iterable[DenseTile]
+) -> None:
+    """Checks that a near root has room for a save.
+
+    Args:
+        near: path of the near root.
+        step: number of the step.
+        plans: plans of its rows.
+        tiles: tiles of its dense leaves.
+
+    Raises:
+        SaveError: if it has too little; of kind `no_room`.
+    """
+    needed = sum(plan.most_bytes for plan in plans) + sum(tile.bytes for tile in tiles)
+    room, needed = store_of(near).free_bytes(near), needed + _OTHER_BYTES
+    if room < needed:
+        raise errors.SaveError(
+            f"{os.fspath(near)} has room for {amount(room)}, and step {step} takes up to"
+            f" {amount(needed)}",
+            kind="no_room",
+            path=os.fspath(near),
+            step=step,
+        )
 
 
 def empty_into(near: AnyPath, far: AnyPath, **told: Any) -> None:
