@@ -1511,24 +1511,37 @@ def ask(root: epath.Path) -> None:
         store_of(root).write(root / "file", b"1", replaces=True)
 
 
-def test_a_profile_has_keys_and_region(
-    root: epath.Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@each_of("place", ["profile", "services"])
+def test_a_profile_has_keys_region_and_endpoint(
+    root: epath.Path,
+    proxy: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION"):
-        monkeypatch.delenv(f"AWS_{name}")
+    pytest.importorskip("boto3")
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION", "ENDPOINT_URL"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
     (tmp_path / "keys").write_text(
         "[training]\naws_access_key_id = OFTRAINING\naws_secret_access_key = x\n"
     )
-    (tmp_path / "config").write_text("[profile training]\nregion = eu-north-1\n")
+    config = {
+        "profile": f"endpoint_url = {proxy.url}\n",
+        "services": "services = own\n[services own]\ns3 =\n"
+        f"  endpoint_url = {proxy.url}\n",
+    }[place]
+    (tmp_path / place).write_text(f"[profile training]\nregion = eu-north-1\n{config}")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / place))
     monkeypatch.setenv("AWS_PROFILE", "training")
     ask(root)
     (signed,) = {found.split(",")[0] for found in proxy.signed}
     assert "OFTRAINING" in signed and "/eu-north-1/s3/" in signed
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(errors.OptionError, match="hint: pip install boto3"):
-        cnr.CheckpointManager(str(root))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "boto3", None)
+        with pytest.raises(errors.OptionError, match="hint: pip install boto3"):
+            cnr.CheckpointManager(str(root))
+    proxy.signed.clear()
 
 
 def test_new_keys_of_a_profile_are_taken_up(

@@ -28,8 +28,11 @@ TABLE = {
     "optim": ("rows", "numpy jax optax"),
     # Without jax and TensorStore; see PLAIN.
     "repository.plain": ("format policy", "numpy ml_dtypes etils"),
-    # obstore and boto3 in functions: they are no requirements.
-    "repository": ("repository.plain rows", "numpy jax tensorstore obstore boto3"),
+    # obstore, boto3 and botocore in functions: they are no requirements.
+    "repository": (
+        "repository.plain rows",
+        "numpy jax tensorstore obstore boto3 botocore",
+    ),
     "telemetry given encoding options": ("rows repository.plain", "numpy jax"),
     "plain_args args": ("rows", "numpy jax orbax"),
     "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),

@@ -6,7 +6,7 @@ import datetime
 import functools
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnr_jax import errors
 from cnr_jax.repository.store.base import AnyPath
@@ -86,23 +86,40 @@ def check(root: AnyPath) -> None:
 
 def _endpoint() -> str | None:
     """URL of the service; None for that of AWS."""
-    return next(filter(None, map(os.environ.get, _ENDPOINTS)), None)
+    found = next(filter(None, map(os.environ.get, _ENDPOINTS)), None)
+    return found or _profile().endpoint
 
 
 def _region() -> str:
+    found = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return found or _profile().region or "us-east-1"
+
+
+class _Profile(NamedTuple):
+    """What a profile says of the service, as boto3 reads it."""
+
+    region: str | None = None
+    endpoint: str | None = None
+
+
+def _profile() -> _Profile:
+    """The profile that the environment names, or the default one, where boto3 is asked."""
     env = os.environ
-    found = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
-    return found or _region_of(env.get("AWS_PROFILE")) or "us-east-1"
+    if not _asks_boto3():
+        return _Profile()
+    return _read_profile(env.get("AWS_PROFILE"), env.get("AWS_CONFIG_FILE"))
 
 
 @functools.cache
-def _region_of(profile: str | None) -> str | None:
-    """Region of a profile, as boto3 finds it; None if it names none or boto3 is not used."""
-    if not _asks_boto3():
-        return None
-    import boto3
+def _read_profile(profile: str | None, config: str | None) -> _Profile:
+    """Reads a profile from the file that `config` names, or else from its usual place."""
+    import botocore.session
 
-    return boto3.Session(profile_name=profile).region_name
+    session = botocore.session.Session(profile=profile)
+    told, services = session.get_scoped_config(), session.full_config.get("services")
+    own = (services or {}).get(told.get("services"), {}).get("s3", {})
+    endpoint = own.get("endpoint_url") or told.get("endpoint_url")
+    return _Profile(session.get_config_variable("region"), endpoint)
 
 
 def _asks_boto3() -> bool:
