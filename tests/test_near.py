@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -16,7 +15,7 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.repository.store import LocalStore, read_all, replace_durably, store_of
+from cnr_jax.repository.store import LocalStore, store_of
 
 from .bucket_proxy import Proxy
 from .conftest import each_of
@@ -138,65 +137,6 @@ def test_steps_that_the_run_has_gone_on_without_are_set_aside(
         assert manager.last_report.kind == "delta"
         caught_up(manager)
     assert not harm(epath.Path(root))
-
-
-@each_of("gap", [0, 1])
-def test_what_a_host_copies_after_the_run_went_on_elsewhere_is_set_aside(
-    tiny_run: Any, far: epath.Path, tmp_path: Path, gap: int
-) -> None:
-    """It was given up, and has used the same numbers, or others."""
-    lost, other, root = tmp_path / f"a{gap}", tmp_path / f"b{gap}", f"{far}-{gap}"
-    run, numbers = tiny_run(), [2 + gap, 3 + gap]
-    with run.open(root, near=lost) as manager:
-        run.run(manager, [0, 1])
-    with run.open(lost) as manager:  # the next two are not copied yet
-        run.restore(manager, None)
-        run.run(manager, [2, 3])
-    claim = claimed_elsewhere(epath.Path(root), "0")
-    elsewhere = tiny_run()
-    elsewhere.salt, elsewhere.truth = 1, {k: run.truth[k] for k in (0, 1)}
-    with elsewhere.open(root, near=other) as manager:
-        elsewhere.restore(manager, None)
-        assert cnr.mirror(lost, root).copied_steps == 2
-        replace_durably(epath.Path(root) / names.WRITER, claim)
-        elsewhere.run(manager, numbers)
-        caught_up(manager)
-        assert manager.mirror_report.problems == ()
-        assert manager.last_report.kind == "delta"
-    assert harm(epath.Path(root)) == []
-    with elsewhere.open(root) as manager:
-        assert manager.all_steps() == [0, 1, *numbers]
-        for step in manager.all_steps():
-            elsewhere.check(manager, step)
-
-
-def claimed_elsewhere(root: epath.Path, digit: str) -> bytes:
-    """Makes the claim on a root that of a program on another host; returns its file."""
-    path = root / names.WRITER
-    claim = json.loads(read_all(path)) | {"host": "elsewhere", "id": digit * 32}
-    replace_durably(path, json.dumps(claim).encode())
-    return read_all(path)
-
-
-def test_a_root_that_another_program_has_claimed_since_is_left_to_it(
-    tiny_run: Any, far: epath.Path, tmp_path: Path
-) -> None:
-    """The run went on there while this program could not copy; its steps stay near."""
-    run, root = tiny_run(), str(far)
-    with run.open(root, near=tmp_path / "first") as manager:
-        run.run(manager, [0, 1])
-    with run.open(root, near=tmp_path / "second") as manager:
-        run.restore(manager, None)
-        claimed_elsewhere(far, "1")
-        run.run(manager, [2])
-        until(lambda: manager.mirror_report.problems)
-        assert "another program copies to" in manager.mirror_report.problems[0]
-        assert steps_in(far) == ["0", "1"]
-        store_of(far).remove_file(far / names.WRITER)
-        run.run(manager, [3])
-        caught_up(manager)
-        until(lambda: not manager.mirror_report.problems)
-    assert steps_in(far) == ["0", "1", "2", "3"] and harm(far) == []
 
 
 @mostly_on_disk

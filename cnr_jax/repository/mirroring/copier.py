@@ -7,7 +7,6 @@ as a manager that saves there does.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 
@@ -35,22 +34,9 @@ from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.claim import read_writer
 from cnr_jax.repository.upkeep.removal import remove_in_place
 from cnr_jax.repository.upkeep.writer import RootWriter
-from cnr_jax.texts import count_of, logger
+from cnr_jax.texts import logger
 
 _log = logger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Seen:
-    """What a root held when a program looked whether to go on from a step there.
-
-    Attributes:
-        claim: id of the claim on the root; empty: none was there.
-        steps: uuids of the steps.
-    """
-
-    claim: str
-    steps: frozenset[str]
 
 
 class Copier:
@@ -68,8 +54,6 @@ class Copier:
     Attributes:
         item: name of the item that holds the state; None as long as the source holds no step.
         writer: writer of the target.
-        seen: what the target held when the program that saves to the source looked there; None if
-            no program saves there, or it has not looked. The first claim compares it.
     """
 
     def __init__(
@@ -90,7 +74,6 @@ class Copier:
         self._states: dict[str, object] = {}
         self._epoch = ""
         self._has_claimed = False
-        self.seen: Seen | None = None
         self.writer = writer or RootWriter(lambda: True, single=single)
         if writer is None:
             self.writer.bind(target, is_step)
@@ -130,7 +113,7 @@ class Copier:
             )
 
     def _claim(self, own: str | None = None) -> None:
-        """Claims the target; the first time only if no other run or program has come since `look`.
+        """Claims the target; the first time only if no other run has come there since `look`.
 
         Args:
             own: as for `RootWriter.claim`.
@@ -138,66 +121,19 @@ class Copier:
         Raises:
             UsedRootError: if another run has come. The program that copies it goes on.
             OptionError: if the target is a step of another root.
-            WriterError: as for `RootWriter.claim`; or if another program has claimed the target
-                since `seen`.
-            OSError: as for `RootWriter.claim`.
+            WriterError, OSError: as for `RootWriter.claim`.
         """
-        if self._has_claimed:
-            self.writer.claim(own=own)
-            return
-        check_is_root(self._target)
-        self._check_run(self.writer.refreshed())
-        goes_on = self._is_as_seen()
-        self.writer.claim(own=own)
-        try:
+        if not self._has_claimed:
+            check_is_root(self._target)
             self._check_run(self.writer.refreshed())
-        except errors.UsedRootError:
-            self.writer.withdraw()
-            raise
-        if goes_on:
-            self._set_strays_aside()
-        self._has_claimed = True
-
-    def _is_as_seen(self) -> bool:
-        """Whether the target has the claim that was seen: only its program can have copied since.
-
-        Raises:
-            WriterError: if a program has claimed it since then that may still be running.
-        """
-        seen, now = self.seen, read_writer(self._target)
-        if seen is None or now is None or now.id == seen.claim:
-            return seen is not None and now is not None
-        if not (now.is_here or now.is_dead):
-            where = os.fspath(self._target)
-            raise errors.WriterError(
-                f"another program copies to {where} since this one looked there\n"
-                f"  got {now}\n"
-                "  hint: end one of the two; begun again, this one goes on from what it copied",
-                kind="writer_busy",
-            )
-        return False
-
-    def _set_strays_aside(self) -> None:
-        """Sets aside steps that a program which was given up has copied after the run went on.
-
-        Raises:
-            CnrError, OSError: if one cannot be set aside.
-        """
-        assert self.seen is not None
-        known = {entry.uuid for entry in self.source.entries.values()} | self.seen.steps
-        held = [entry for entry in self.there.committed() if not entry.orbax]
-        # A merged step is not copied: it was made in the target, whoever copies there.
-        strays = [e for e in held if e.uuid not in known and not e.stands_for]
-        for entry in sorted(strays, key=order, reverse=True):
-            if entry.directory in self.there.entries:
-                self._set_aside(entry)
-        if strays:
-            _log.warning(
-                "%s of %s set aside: %s, copied by a program that the run had gone on without",
-                count_of(len(strays), "step"),
-                os.fspath(self._target),
-                ", ".join(entry.directory for entry in strays),
-            )
+        self.writer.claim(own=own)
+        if not self._has_claimed:
+            try:
+                self._check_run(self.writer.refreshed())
+            except errors.UsedRootError:
+                self.writer.withdraw()
+                raise
+            self._has_claimed = True
 
     def _look(self, item: str) -> Ledger:
         """Ledger of the source as it now is."""
@@ -374,18 +310,14 @@ class Copier:
         if found is None:
             self._remove(name)
             return
-        self._set_aside(found)
-
-    def _set_aside(self, entry: Entry) -> None:
-        """Sets a step of the target aside, and what rests on it; removes them in a bucket."""
-        for each in (*self.there.dependents(entry.directory), entry):
+        for each in (*there.dependents(name), found):
             if can(self._target).renames:
                 aside = names.abandoned(each.directory, each.generation, each.uuid)
                 store_of(self._target).move(
                     self._target / each.directory, self._target / aside
                 )
                 sync_directory(self._target)
-                self.there.forget(each.directory)
+                there.forget(each.directory)
             else:
                 self._remove(each.directory)
 

@@ -94,7 +94,6 @@ class Mirror:
 
     def start(self) -> None:
         """Starts the thread that copies; a program that ends does not wait for it."""
-        self._copier.seen = self.way_back.seen
         self._thread = threading.Thread(
             target=self._run, name="cnr_mirror", daemon=True
         )
@@ -151,7 +150,7 @@ class Mirror:
             SaveError: if steps of the root are not in the mirror yet.
         """
         found = self.report()
-        if found.lag_steps:
+        if found.lag_steps or self.lost is not None:
             lacks = count_of(found.lag_steps, "step is", "steps are")
             why = f": {found.problems[-1]}" if found.problems else ""
             raise errors.SaveError(
@@ -233,7 +232,7 @@ class Mirror:
             raise
         except Exception as error:
             # Whatever the error, training goes on, and the report tells of it.
-            if isinstance(error, _ENDS) and error.kind != "writer_busy":
+            if isinstance(error, _ENDS):
                 self.lost = error
             problems.append(in_one_line(error))
         new = [each for each in problems if each not in self._done.problems]

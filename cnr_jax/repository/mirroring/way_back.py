@@ -12,10 +12,9 @@ from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import check_is_root
-from cnr_jax.repository.mirroring.copier import Copier, Seen
+from cnr_jax.repository.mirroring.copier import Copier
 from cnr_jax.repository.mirroring.places import is_free
 from cnr_jax.repository.store import AnyPath, exists
-from cnr_jax.repository.upkeep.claim import read_writer
 from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
@@ -30,9 +29,6 @@ class WayBack:
         is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
         item: name of the item of each step; None: the one that is found.
         single: whether to skip the trial of the store's conditions, see `Options.single_writer`.
-
-    Attributes:
-        seen: what the mirror held when steps were first sought there; None before.
     """
 
     def __init__(
@@ -46,7 +42,6 @@ class WayBack:
     ) -> None:
         self.root, self.target = root, target
         self._is_step, self._item = is_step, item
-        self.seen: Seen | None = None
         self._settings: Any = {"is_step": is_step, "item": item, "single": single}
 
     def bring(self, step: int | None = None) -> bool:
@@ -85,16 +80,10 @@ class WayBack:
     def _bring(self, own: Ledger | None, item: str | None, step: int | None) -> bool:
         with as_root_errors(self.target, "read"):
             check_is_root(self.target)
-            writer = read_writer(self.target)
             item = item or find_item(self.target)
-            theirs = Ledger()
-            if item is not None and exists(self.target):
-                theirs = Ledger.load(self.target, item, self._is_step)
-            if self.seen is None:
-                held = frozenset(entry.uuid for entry in theirs.committed())
-                self.seen = Seen(writer.id if writer is not None else "", held)
-            if item is None:
+            if item is None or not exists(self.target):
                 return False
+            theirs = Ledger.load(self.target, item, self._is_step)
         newest = own.newest() if own is not None else None
         tried = set[str]()
         while True:
