@@ -172,6 +172,7 @@ def test_every_verb_reads_a_bucket(
     run, url = tiny_run(), str(root)
     with run.open(url) as manager:
         run.run(manager, range(3))
+    tried = {"simulate", "diff"}  # the one reads no root
     for words in (
         ["ls", url],
         ["show", url, "2"],
@@ -181,13 +182,26 @@ def test_every_verb_reads_a_bucket(
         ["bits", url],
         ["report", url, "-o", str(tmp_path / "report.html")],
         ["export", url, "2", "--to", str(tmp_path / "out")],
+        ["advise", url, "--failures", "exponential:1", "--job-hours", "9"],
+        ["cost", url],
+        ["mirror", url, str(root.parent / "far")],
+        ["mirror", url, str(root.parent / "far"), "--repair", "--writer-is-dead"],
         ["prune", url, "--keep", "2"],
         ["prune", url, "--keep", "2", "--yes", "--writer-is-dead"],
+        ["compact", url, "--dry-run"],
+        ["compact", url, "--writer-is-dead"],
     ):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (words, result.output)
+        tried.add(words[0])
     result = CliRunner().invoke(app, ["diff", url, "1", "2"])
     assert result.exit_code == 3, "they differ"
+    verbs = {getattr(each.callback, "__name__", "") for each in app.registered_commands}
+    assert tried == verbs
+    assert [each.kind for each in cnr.describe(url).steps] == ["full", "delta", "full"]
+    for where in (url, root.parent / "far"):
+        with run.open(str(where)) as manager:
+            run.check(manager, 2)
 
 
 def test_items_and_metrics_lie_beside_the_state(
