@@ -345,6 +345,20 @@ SERVERS = {"moto": _moto, "seaweedfs": _seaweedfs}
 
 
 @contextlib.contextmanager
+def rclone(folder: str) -> Iterator[str]:
+    """`rclone serve s3`, whose buckets are folders in this one; it ignores conditions.
+
+    No client is compared on it: TensorStore does not understand its answers for parts of objects.
+    """
+    where = f"127.0.0.1:{free_port()}"
+    asked = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    keys = ",".join(os.environ[name] for name in asked)
+    command = ["rclone", "serve", "s3", f"--addr={where}", f"--auth-key={keys}"]
+    with running([*command, "--config=", folder], f"http://{where}") as url:
+        yield url
+
+
+@contextlib.contextmanager
 def fake_gcs(port: int, seen_at: str) -> Iterator[str]:
     """`fake-gcs-server`, which speaks like Google Cloud Storage, at a port.
 

@@ -33,9 +33,10 @@ class Course:
     def manager(self, **options: Any) -> Iterator[cnr.CheckpointManager]:
         """Opens the root; all processes leave together."""
         settings: dict[str, Any] = {"codec": "raw", "policy": cnr.Consecutive()}
-        asked = cnr.Options(**settings | {"timeout_secs": 60} | options)
-        tables = self.run.tables
-        with cnr.CheckpointManager(self.root, tables=tables, options=asked) as manager:
+        settings |= {"timeout_secs": 60} | options
+        with cnr.CheckpointManager(
+            self.root, tables=self.run.tables, options=cnr.Options(**settings)
+        ) as manager:
             yield manager
         multihost_utils.sync_global_devices("closed")
 
