@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from typer.testing import CliRunner
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.cli.app import app
 
 from . import test_bucket_rollbacks, test_buckets, test_catalogue
-from .conftest import each_of
+from .conftest import case_of, each_of
 
 PROMISES: list[Callable[..., None]] = [
     test_buckets.test_a_run_lives_in_a_bucket,
@@ -29,6 +33,8 @@ PROMISES: list[Callable[..., None]] = [
     test_bucket_rollbacks.test_a_save_of_a_number_that_is_taken_has_a_name_of_its_own,
     test_bucket_rollbacks.test_who_takes_a_root_over_sees_what_was_done_there_since,
     test_catalogue.test_who_deletes_without_a_claim_ends_the_catalogue,
+    test_buckets.test_what_reads_and_tends_a_root,
+    test_buckets.test_every_verb_reads_a_bucket,
 ]
 
 
@@ -71,6 +77,29 @@ def test_retention_prunes_and_verifies(tiny_run: Any, root: epath.Path) -> None:
     with run.open(str(root)) as manager:
         assert manager.all_steps() == [4]
         run.check(manager, 4)
+
+
+def test_a_step_is_shown_read_and_exported(
+    tiny_run: Any, root: epath.Path, tmp_path: Path
+) -> None:
+    run, url = tiny_run(), str(root)
+    with run.open(url) as manager:
+        run.run(manager, range(2))
+    want = run.truth[1]["['params']['user']['embedding']"]
+    for words in (["ls", url], ["show", url, "1"], ["verify", url]):
+        with case_of(words):
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, result.output
+    assert cnr.read_rows(url, "user", [3, 0]).tolist() == want[[3, 0]].tolist()
+    cnr.export(url, 1, tmp_path / "out")
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "out", run.state)
+    run.same(found, run.truth[1])
+    fresh = tiny_run(salt=1)
+    with fresh.open(url, new_run=True) as manager:
+        fresh.run(manager, [0])
+        assert manager.all_steps() == [0]
+        fresh.check(manager, 0)
 
 
 @each_of("url", ["127.0.0.1:1", "ftp://host", ""])
