@@ -6,7 +6,11 @@ that the same conditions are asked for in the other form.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import inspect
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from cnr_jax import errors
 from cnr_jax.cli.app import app
 
 from . import test_bucket_rollbacks, test_buckets, test_catalogue
+from .bucket_proxy import Proxy
 from .conftest import case_of, each_of
 
 PROMISES: list[Callable[..., None]] = [
@@ -109,3 +114,99 @@ def test_a_service_that_is_no_url_is_refused(
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
     with pytest.raises(errors.OptionError, match=r"STORAGE_EMULATOR_HOST is no URL"):
         cnr.CheckpointManager("gs://bucket/run")
+
+
+# ---- credentials --------------------------------------------------------------------------------
+
+
+def account_file(path: Path, email: str) -> Any:
+    """Writes the file of a service account; returns its key."""
+    rsa = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.rsa")
+    from cryptography.hazmat.primitives import serialization
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private = key.private_bytes(*form, serialization.NoEncryption()).decode()
+    account = {"type": "service_account", "client_email": email}
+    account |= {"private_key_id": "of a test", "private_key": private}
+    path.write_text(json.dumps(account))
+    return key
+
+
+def of_token(token: str, key: Any) -> dict[str, Any]:
+    """What a signed token says, once its signature was seen to be of a key."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import padding
+
+    said, _, signature = token.rpartition(".")
+
+    def decoded(part: str) -> bytes:
+        return base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
+
+    to_check = said.encode(), padding.PKCS1v15(), hashes.SHA256()
+    key.public_key().verify(decoded(signature), *to_check)
+    return json.loads(decoded(said.partition(".")[2]))
+
+
+class Before(Proxy):
+    """Stands before another proxy, which hears its own name as the one of the host."""
+
+    def ask(
+        self, command: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, dict[str, str], bytes]:
+        return super().ask(command, path, body, {**headers, "host": self._target})
+
+
+def test_a_service_account_signs_what_it_asks_for(
+    tiny_run: Any,
+    root: epath.Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores = pytest.importorskip("obstore.store")
+    proxy = Before(os.environ["STORAGE_EMULATOR_HOST"])
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
+    real, run = stores.GCSStore, tiny_run()
+
+    def here(*told: Any, config: Any, client_options: Any, **others: Any) -> Any:
+        """The client as it is made for Google, but for where it asks."""
+        config = {**config, "base_url": proxy.url}
+        options = {**client_options, "allow_http": True}
+        return real(*told, config=config, client_options=options, **others)
+
+    monkeypatch.setattr(stores, "GCSStore", here)
+    with contextlib.closing(proxy):
+        for step, email in enumerate(("one@project.iam", "two@project.iam")):
+            file = tmp_path / f"{step}.json"
+            key = account_file(file, email)
+            monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+            proxy.signed.clear()
+            with run.open(str(root)) as manager:
+                if step:
+                    run.restore(manager, None)
+                run.run(manager, [step])
+                run.check(manager, step)
+            tokens = {each.removeprefix("Bearer ") for each in proxy.signed}
+            assert len(proxy.signed) > 20
+            for token in tokens:
+                told = of_token(token, key)
+                assert told["iss"] == email
+                assert (
+                    "devstorage" in told["scope"] or "cloud-platform" in told["scope"]
+                )
+
+
+@each_of("written", [None, "external_account", "impersonated_service_account"])
+def test_credentials_that_the_client_does_not_know_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str | None
+) -> None:
+    """Of a federation of identities, or to act for another account; None: there is no file."""
+    pytest.importorskip("obstore")
+    file = tmp_path / f"{written}.json"
+    if written is not None:
+        file.write_text(json.dumps({"type": written, "audience": "any"}))
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    with pytest.raises(errors.OptionError, match="no client can be made") as caught:
+        cnr.CheckpointManager("gs://bucket/run")
+    assert "hint: look at the variables GOOGLE_*" in str(caught.value)
