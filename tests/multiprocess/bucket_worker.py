@@ -107,7 +107,7 @@ def loses_its_root(course: Course, mirror: str) -> None:
 
 
 def goes_on(course: Course, stop: int) -> None:
-    """Goes on from the newest step, as far as it was trained without a break."""
+    """Goes on from the newest step, also after saves that fail, as if nothing had happened."""
     for step in range(stop):
         course.run.train(step)
         course.truth[step] = course.run.values()
@@ -118,7 +118,12 @@ def goes_on(course: Course, stop: int) -> None:
             course.restore(manager, None)
             first = int(course.run.state["step"]) + 1
         for step in range(first, stop):
-            course.save(manager, step)
+            try:
+                course.save(manager, step)
+            except cnr.errors.SaveError as error:
+                reason = str(error).splitlines()[1].strip()
+                told = f"{error.kind} on {error.process}: {reason}"
+                course.lines.append(f"failed {step} {told}")
         course.restore(manager, None)
 
 
@@ -142,7 +147,8 @@ def main() -> None:
         loses_its_root(course, args.mirror)
     else:
         goes_back(course)
-    np.savez(f"{args.out}.{args.process}.npz", **course.run.values())
+    leaves: Any = course.run.values()
+    np.savez(f"{args.out}.{args.process}.npz", **leaves)
     Path(f"{args.out}.{args.process}.txt").write_text("\n".join(course.lines))
 
 

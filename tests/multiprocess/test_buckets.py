@@ -106,6 +106,26 @@ def test_what_process_0_has_copied_comes_back_on_both(
 
 
 @pytest.mark.slow  # as on a disk
+def test_what_one_process_may_not_write_fails_the_save_on_both(
+    root: epath.Path, tmp_path: Path, proxy: Proxy
+) -> None:
+    proxy.harm = lambda kind, path, _: (
+        403 if kind == "PUT" and "/2/default/rows.p00001/" in path else None
+    )
+    lines = told(root, tmp_path / "out", "--goes-on", 4)
+    failed = lines.pop(2)
+    assert failed.startswith("failed 2 save_failed on 1: RefusedError: answer 403 ")
+    assert f"{root}/2/default/rows.p00001/" in failed and "hint: " in failed
+    assert lines == [
+        "saved 0 full on None",
+        "saved 1 delta on 0",
+        "saved 3 delta on 1",
+        "restored 3 of [0, 1, 3]",
+    ]
+    check(root, 3, values(tmp_path / "out", 0))
+
+
+@pytest.mark.slow  # as on a disk
 def test_a_process_that_is_killed_leaves_no_step_in_a_bucket(
     root: epath.Path, tmp_path: Path, proxy: Proxy
 ) -> None:
