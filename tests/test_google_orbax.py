@@ -38,8 +38,6 @@ pytestmark = [
         os.environ.get("CNR_GS_SERVER") != "fake-gcs-server",
         reason="CNR_GS_SERVER does not name the one service that plain Orbax knows",
     ),
-    # Of gcsfs, and of Orbax where it waits for that.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
