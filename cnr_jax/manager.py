@@ -142,8 +142,8 @@ class CheckpointManager(ocp.CheckpointManager):
             lambda step: self._saves.meter.tick(step),
             handler.interval,
         )
-        # Why saves no longer go near, while the manager goes over to the root of the run.
-        self._leaving = ""
+        # While the manager goes over to the root of the run: why, and the root once near is empty.
+        self._leaving, self._far = "", None
         self._given = registry, orbax_options, metadata, is_step
         with asking_once():
             made = self._serve(tiers, item)
@@ -193,19 +193,22 @@ class CheckpointManager(ocp.CheckpointManager):
         return made
 
     def _go_to_root(self) -> None:
-        """Lets saves go to the root of the run, which holds all steps that are near; removes these.
-
-        If a call is interrupted or fails, the next one does the rest.
-        """
-        if (mirror := self._mirror) is not None:
+        """Goes over to the root of the run, which has all steps; the next call ends what is left."""
+        if not self._leaving:
+            return
+        if self._far is None and self._mirror is not None:
             self._saves.wait()
-            mirror.close(self._handler.options.timeout_secs)
+            self._mirror.close(self._handler.options.timeout_secs)
             # Else another program, to which the root does not answer, would go on from these.
             self._saves.retirement.remove(self._steps.numbers())
             self._saves.pipeline.close()
-            self._far = mirror.target
+            self._far = (
+                self._mirror.target
+            )  # only now, as what follows forgets the near root
         found = self._saves.meter.found
-        self._serve(Tiers(self._far, problem=self._leaving), self._listing.item)
+        self._serve(
+            Tiers(self._far or self._root, problem=self._leaving), self._listing.item
+        )
         self._saves.meter.go_on(found)
         self._leaving = ""
 
@@ -341,8 +344,7 @@ class CheckpointManager(ocp.CheckpointManager):
                 signal handler in the middle of a call; or after `close`.
         """
         step = checked_step(step)
-        if self._leaving:
-            self._go_to_root()
+        self._go_to_root()
         if self._steps.options.read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
             return False
@@ -436,6 +438,7 @@ class CheckpointManager(ocp.CheckpointManager):
             CallError: as `save`.
         """
         step = step_or_newest(step, "restore(None) takes the newest that is whole")
+        self._go_to_root()
         check_arguments(args, items, restore_kwargs, Restore)
         # An error may be of one process alone; other processes must not go on without it.
         all_succeed(self._channel, self.wait_until_finished)

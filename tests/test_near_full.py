@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax import errors
 
+from .conftest import each_of
 from .test_mirrors import caught_up, far, harm, steps_in, until
 from .test_near import fails
 
@@ -148,3 +150,67 @@ def test_saves_in_flight_are_waited_for(
     assert harm(far) == []
     with cnr.CheckpointManager(str(far)) as manager:
         assert manager.latest_step() == step + 1
+
+
+STAGES = {
+    "the mirror ends": "cnr_jax.repository.mirroring.mirror.Mirror.close",
+    "near is emptied": "cnr_jax.checkpointer.saving.retirement.Retirement.remove",
+    "near is left": "cnr_jax.checkpointer.saving.pipeline.SavePipeline.close",
+    "the root is bound": "cnr_jax.repository.upkeep.writer.RootWriter.bind",
+    "the root is opened": "cnr_jax.checkpointer.listing.Listing.open",
+    "steps are read": "cnr_jax.checkpointer.orbax_compat.steps.Steps.reload",
+}
+
+
+@each_of("late", [False, True])
+@each_of("stage", [*STAGES])
+@each_of("then", ["save", "restore"])
+def test_an_interrupt_at_any_stage_loses_nothing(
+    tiny_run: Any,
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,
+    stage: str,
+    then: str,
+) -> None:
+    run, case = tiny_run(), f"{then}-{stage}-{late}"
+    root, near = tmp_path / f"far-{case}", small / f"run-{case}"
+    with run.open(root, near=near) as manager:
+        run.run(manager, [0, 1])
+        caught_up(manager)
+        undo = fill(small, 100_000)
+        run.train(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(STAGES[stage], interrupting(STAGES[stage], late=late))
+            with pytest.raises(KeyboardInterrupt):
+                run.save(manager, 2)
+        if then == "restore":
+            run.restore(manager, None)
+            run.same(run.state, run.truth[1])
+        run.run(manager, [3])
+        assert manager.last_report.kind == "delta"
+        assert manager.last_report.near_problem
+        assert manager.all_steps() == [0, 1, 3]
+        run.check(manager, 3)
+        run.check(manager, 0)
+    undo()
+    assert steps_in(root) == ["0", "1", "3"] and harm(epath.Path(root)) == []
+    assert steps_in(near) == []
+
+
+def interrupting(name: str, *, late: bool) -> Callable[..., Any]:
+    """A method that is interrupted once, before it does anything or after it has."""
+    owner, method = name.rsplit(".", 1)
+    module, cls = owner.rsplit(".", 1)
+    real, done = getattr(getattr(import_module(module), cls), method), list[bool]()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if late:
+            found = real(*args, **kwargs)
+        if not done:
+            done.append(True)
+            raise KeyboardInterrupt
+        return found if late else real(*args, **kwargs)
+
+    return called
