@@ -4,6 +4,11 @@ Only calls that Python code makes are met, such as those of Orbax and `cnr_jax`:
 directories, renames, removal. TensorStore's own writes are not; `faults` meets these too.
 Kinds of calls are those of `faults`, without writes. Calls that only look count if they name a
 path. Linux only.
+
+Below a URL of a bucket, requests are met instead, all that this process makes: a put counts as
+`"open"`, a copy as `"rename"` and each object deleted as `"unlink"`; of those that only look, a
+read counts as `"open_read"`, a question for one object as `"stat"` and a listing as `"scandir"`.
+There is no `"mkdir"` or `"fsync"`.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ import io
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from cnr_jax import errors
+from cnr_jax.repository.store import AnyPath, bucket_clients
 from cnr_jax.testing.faults import LOOKS, Call, Fault, check_hit
 
 # Functions of the `os` module: the kind of call each counts as, and how many paths it has.
@@ -45,17 +51,25 @@ _LOOKS = {
     "scandir": ("scandir", 1),
     "listdir": ("scandir", 1),
 }
+# Methods of a bucket's client: the kind of call each counts as, and how many keys it has.
+_REQUESTS = {"put": ("open", 1), "copy": ("rename", 2), "delete": ("unlink", 1)}
+_LOOKING_REQUESTS = {
+    "get": ("open_read", 1),
+    "head": ("stat", 1),
+    "list": ("scandir", 1),
+    "list_with_delimiter": ("scandir", 1),
+}
 Callback = Callable[[Call], object]
 
 
 class _Watch:
     def __init__(
-        self, below: Path, before: Callback, after: Callback, *, alone: bool
+        self, below: str, before: Callback, after: Callback, *, alone: bool
     ) -> None:
         self.calls: list[Call] = []
         # Reentrant: functions that are called around a call may make others.
         self._turn = threading.RLock() if alone else contextlib.nullcontext()
-        self._below = os.path.realpath(below)
+        self._below = below
         self._before, self._after = before, after
         self._lock = threading.Lock()
         self._busy = threading.local()
@@ -105,7 +119,7 @@ def watching(
     If `before` raises, the call is not made, and raises the same.
 
     Args:
-        below: calls on this folder and what is below it count.
+        below: calls on this folder, or URL, and what is below it count.
         before: function that is given the call, which has been counted.
         after: likewise.
         looks: whether calls that only look count too.
@@ -122,7 +136,12 @@ def watching(
         >>> [call.call for call in calls]
         ['mkdir']
     """
-    watch = _Watch(Path(below), before, after, alone=alone)
+    where = os.fspath(below) if is_url(below) else str(Path(below).resolve())
+    watch = _Watch(where, before, after, alone=alone)
+    if is_url(below):
+        with _watching_requests(watch, looks):
+            yield watch.calls
+        return
     with contextlib.ExitStack() as patches:
         functions = _FUNCTIONS | _LOOKS if looks else _FUNCTIONS
         for name, (kind, paths) in functions.items():
@@ -218,6 +237,116 @@ def copying(
     before, behind = (nothing, copy) if after else (copy, nothing)
     with watching(below, before=before, after=behind, alone=True) as calls:
         yield calls
+
+
+@contextlib.contextmanager
+def dying(
+    below: str | os.PathLike[str], *, nth: int, after: bool = False
+) -> Iterator[list[Call]]:
+    """Fails the nth call and all that come later: nothing reaches storage from a dead process.
+
+    What there is at the end is what the process would leave. Unlike `copying`, it goes on, and has
+    to be kept from anything else: close what writes there before the end.
+
+    Args:
+        below: the folder, or URL.
+        nth: number of the call, from 1.
+        after: whether the nth call is carried out, and only its answer is lost.
+
+    Yields:
+        The calls that failed, a list that grows; empty if there were fewer.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> with dying(root, nth=2) as failed:
+        ...     for name in "abc":
+        ...         with contextlib.suppress(OSError):
+        ...             (root / name).mkdir()
+        >>> [path.name for path in root.iterdir()], len(failed)
+        (['a'], 2)
+    """
+    failed: list[Call] = []
+
+    def fail(call: Call) -> None:
+        failed.append(dataclasses.replace(call, hit=True))
+        raise OSError(errno.ECONNRESET, "the process is dead", call.path)
+
+    def before(call: Call) -> None:
+        if call.number > nth or (call.number == nth and not after):
+            fail(call)
+
+    def behind(call: Call) -> None:
+        if call.number == nth and after:
+            fail(call)
+
+    with watching(below, before=before, after=behind):
+        yield failed
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path leads to a bucket.
+
+    Example:
+        >>> is_url("s3://bucket/run"), is_url("/ckpt/run")
+        (True, False)
+    """
+    return "://" in os.fspath(path)
+
+
+class _Client:
+    """Client of a bucket that lets a watch see its requests.
+
+    Args:
+        client: the client itself.
+        bucket: URL of the bucket, with a slash.
+        watch: the watch.
+        kinds: methods that count, with the kind and the number of keys of each.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        bucket: str,
+        watch: _Watch,
+        kinds: Mapping[str, tuple[str, int]],
+    ) -> None:
+        self._client, self._bucket = client, bucket
+        self._watch, self._kinds = watch, kinds
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._client, name)
+        kind, count = self._kinds.get(name, ("", 0))
+        if not kind:
+            return real
+
+        def request(*args: Any, **kwargs: Any) -> Any:
+            if name == "delete" and not isinstance(args[0], str):
+                # The service deletes one after the other, and may have got to any of them.
+                return [one(kind, [key], real, [key]) for key in args[0]]
+            keys = [key or "" for key in args[:count]] or [""]
+            return one(kind, keys, real, *args, **kwargs)
+
+        def one(kind: str, keys: list[str], do: Any, *args: Any, **kwargs: Any) -> Any:
+            paths = [self._bucket + key for key in keys]
+            return self._watch.call(kind, lambda: paths, lambda: do(*args, **kwargs))
+
+        return request
+
+
+@contextlib.contextmanager
+def _watching_requests(watch: _Watch, looks: bool) -> Iterator[None]:
+    """Lets a watch see the requests to buckets, those that only look too if `looks`."""
+    real = bucket_clients.client_of
+    kinds = _REQUESTS | _LOOKING_REQUESTS if looks else _REQUESTS
+
+    def client_of(path: AnyPath) -> Any:
+        scheme, _, rest = os.fspath(path).partition("://")
+        bucket = f"{scheme}://{rest.partition('/')[0]}/"
+        return _Client(real(path), bucket, watch, kinds)
+
+    with mock.patch.object(bucket_clients, "client_of", client_of):
+        yield
 
 
 def _wrapped(

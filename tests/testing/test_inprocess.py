@@ -14,6 +14,7 @@ import pytest
 from etils import epath
 
 from cnr_jax import errors
+from cnr_jax.repository.store import store_of
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault, FaultNotHitError
 
@@ -198,3 +199,49 @@ def test_any_look_can_fail_whoever_looks(kind: str, root: Path) -> None:
     with inprocess.failing(root, Fault(kind, match="/d", action="ESTALE")):
         with pytest.raises(OSError, match=r"[Ss]tale"):
             look(root)
+
+
+def test_requests_to_a_bucket_are_met_as_calls_are(bucket: epath.Path) -> None:
+    store, root = store_of(bucket), bucket / "root"
+    store.write(bucket / "root2", b"beside", replaces=True)
+    with inprocess.watching(root, looks=True) as calls:
+        store.write(root / "d/a", b"1", replaces=True)
+        assert store.read(root / "d/a") == b"1"
+        store.names_in(root)
+        store.move(root / "d", root / "e")
+        store.remove_tree(root / "e")
+        store.write(bucket / "root2", b"beside", replaces=True)
+    made = [(call.call, call.path, call.to) for call in calls]
+    assert [each for each in made if each[0] not in ("scandir", "stat")] == [
+        ("open", f"{root}/d/a", ""),
+        ("open_read", f"{root}/d/a", ""),
+        ("rename", f"{root}/d/a", f"{root}/e/a"),
+        ("unlink", f"{root}/d/a", ""),
+        ("unlink", f"{root}/e/a", ""),
+    ]
+    with inprocess.failing(root, Fault("open", nth=2, action="ENOSPC")) as hits:
+        store.write(root / "a", b"1", replaces=True)
+        with pytest.raises(OSError, match="No space left"):
+            store.write(root / "b", b"1", replaces=True)
+    assert [hit.path for hit in hits] == [f"{root}/b"]
+    assert store.names_in(root) == ["a"]
+
+
+def test_a_dead_process_puts_nothing_more(bucket: epath.Path) -> None:
+    store = store_of(bucket)
+    for after in (False, True):
+        root = bucket / f"root {after}"
+        with inprocess.dying(root, nth=2, after=after) as failed:
+            for name in "abc":
+                with contextlib.suppress(OSError):
+                    store.write(root / name, b"1", replaces=True)
+            # Each of them is an object of its own to a service.
+            (error,) = store.remove_tree(root)
+            assert "the process is dead" in str(error)
+        there = ["a", "b"] if after else ["a"]
+        assert store.names_in(root) == there
+        assert [call.path for call in failed] == [
+            f"{root}/b",
+            f"{root}/c",
+            f"{root}/a",
+        ]
