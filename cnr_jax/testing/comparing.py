@@ -97,7 +97,7 @@ class Comparison:
             Whether a step could not be restored.
         """
         refused = set()
-        with do(file.path):
+        with damage.of_stored(file.path, do):
             with self._setup.reader(self._root) as reader:
                 for step, saved in sorted(self._model.steps.items()):
                     if not self._restores(reader, step, saved, file):

@@ -23,13 +23,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
+import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository.layout import open_root
+from cnr_jax.repository.store import is_directory, names_in, store_of
 
 AnyPath = str | os.PathLike[str]
 Kind = Literal[
@@ -47,7 +50,7 @@ class StoredFile:
     """A file of a committed step.
 
     Attributes:
-        path: path of the file.
+        path: path of the file; in a bucket a path of `etils`.
         step: number of the step.
         kind: `"array"`: a chunk of rows, row ids or what codecs store. `"zarr_metadata"`: metadata
             of such an array, or of dense leaves. `"process_manifest"`, `"manifest"`: the documents
@@ -65,8 +68,15 @@ class StoredFile:
 def files_of(root: AnyPath) -> list[StoredFile]:
     """All files of the committed steps in a root, by step and path.
 
-    Steps that are being written, abandoned or removed are left out.
+    Steps that are being written, abandoned or removed are left out. So is, in a bucket, the file
+    that commits a step: a step without it was never committed, and what it has left behind is a
+    step again.
+
+    Args:
+        root: path of the root, or URL of one in a bucket.
     """
+    if "://" in os.fspath(root):
+        return _objects_of(open_root(root))
     found = []
     for folder in sorted(Path(root).iterdir()):
         match = _STEP.fullmatch(folder.name)
@@ -74,16 +84,40 @@ def files_of(root: AnyPath) -> list[StoredFile]:
             continue
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                kind, array = _kind_of(folder, path)
+                item, *parts = path.relative_to(folder).parts
+                kind, array = _kind_of(parts, ours=_is_ours(folder / item))
                 found.append(StoredFile(path, int(match[1]), kind, array))
     return sorted(found, key=lambda file: (file.step, file.path))
 
 
-def _kind_of(folder: Path, path: Path) -> tuple[Kind, str]:
-    item, *parts = path.relative_to(folder).parts
-    if not parts or not _is_ours(folder / item):
+def _objects_of(root: Any) -> list[StoredFile]:
+    """Those of a root in a bucket."""
+    found = []
+    for step in cnr.describe(root).steps:
+        folder = root / step.directory
+        objects = [each for each in _below(folder) if each != [names.ATTEMPT]]
+        ours = {item for item, *parts in objects if parts == [names.MANIFEST]}
+        for item, *parts in objects:
+            kind, array = _kind_of(parts, ours=item in ours)
+            path = folder.joinpath(item, *parts)
+            found.append(StoredFile(path, step.step, kind, array))
+    return sorted(found, key=lambda file: (file.step, os.fspath(file.path)))
+
+
+def _below(folder: Any) -> Iterator[list[str]]:
+    """Names that lead from a folder in a bucket to each object below it."""
+    for name in names_in(folder):
+        if names.is_file(name) or not is_directory(folder / name):
+            yield [name]
+        else:
+            yield from ([name, *rest] for rest in _below(folder / name))
+
+
+def _kind_of(parts: Sequence[str], *, ours: bool) -> tuple[Kind, str]:
+    """Kind of a file and its array, by the names that lead to it from the folder of an item."""
+    if not parts or not ours:
         return "orbax", ""
-    if parts == [names.MANIFEST]:
+    if [*parts] == [names.MANIFEST]:
         return "manifest", ""
     if _PROCESS_MANIFEST.fullmatch(parts[0]) and len(parts) == 1:
         return "process_manifest", ""
@@ -118,6 +152,30 @@ class Damage(contextlib.AbstractContextManager["Damage"]):
         trace: TracebackType | None,
     ) -> None:
         self.undo()
+
+
+def of_stored(path: Any, do: Callable[[Path], Damage]) -> Damage:
+    """Damages a stored file by one of the functions below, in a bucket too.
+
+    An object is damaged in a copy on the local disk, which then takes its place.
+
+    Args:
+        path: path of a file, such as that of a `StoredFile`.
+        do: function that damages the file at a local path.
+    """
+    if "://" not in os.fspath(path):
+        return do(Path(path))
+    store = store_of(path)
+    whole = store.read(path)
+    with tempfile.TemporaryDirectory(prefix="cnr_jax_damage_") as folder:
+        copy = Path(folder, "object")
+        copy.write_bytes(whole)
+        with do(copy):
+            if copy.exists():
+                store.write(path, copy.read_bytes(), replaces=True)
+            else:
+                store.remove_file(path)
+    return Damage(lambda: store.write(path, whole, replaces=True))
 
 
 def flip_bit(path: AnyPath, bit: int) -> Damage:

@@ -10,9 +10,11 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import cnr_jax as cnr
 from cnr_jax import errors
+from cnr_jax.repository.store import exists, store_of
 from cnr_jax.testing import damage
 
 pytestmark = pytest.mark.tools
@@ -167,3 +169,32 @@ def test_every_file_of_a_real_root_has_its_kind(tiny_run: Any, tmp_path: Path) -
         assert kinds["dense"] == 1 and kinds["array"] >= 4
         orbax_files = {file.path.name for file in of_step if file.kind == "orbax"}
         assert orbax_files == {"_CHECKPOINT_METADATA", "commit_success.txt"}
+
+
+def test_objects_of_a_root_in_a_bucket_are_damaged_as_files_are(
+    tiny_run: Any, bucket: epath.Path, tmp_path: Path
+) -> None:
+    run, root, store = tiny_run(), bucket / "run", store_of(bucket)
+    for where in (str(root), tmp_path):
+        with run.open(where) as manager:
+            run.run(manager, range(2))
+            run.restore(manager, 0)
+    with run.open(str(root)) as manager:
+        run.restore(manager, 0)
+        run.run(manager, [1])  # which is `1.g2.branch` there
+    files = damage.files_of(str(root))
+    assert {str(file.path).split("/")[4] for file in files} == {"0", "1.g2.branch"}
+    # A step that commits itself by a rename has no file more.
+    assert collections.Counter((file.step, file.kind) for file in files) == (
+        collections.Counter(
+            (file.step, file.kind) for file in damage.files_of(tmp_path)
+        )
+    )
+    path = next(file.path for file in files if file.kind == "process_manifest")
+    whole = store.read(path)
+    with damage.of_stored(path, lambda copy: damage.flip_bit(copy, 11)):
+        assert store.read(path) == bytes([whole[0], whole[1] ^ 8]) + whole[2:]
+    with damage.of_stored(path, damage.remove):
+        assert not exists(path)
+    assert store.read(path) == whole
+    assert [each for each in cnr.verify(str(root)) if each.consequence] == []
