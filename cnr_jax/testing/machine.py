@@ -11,19 +11,26 @@ Example:
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any, ClassVar
 
 from hypothesis import event
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+)
 from hypothesis.stateful import run_state_machine_as_test as run_state_machine_as_test
 
+from cnr_jax.repository.store import store_of
 from cnr_jax.testing import strategies
 from cnr_jax.testing.faults import Fault
+from cnr_jax.testing.inprocess import is_url
 from cnr_jax.testing.playing import Player
 from cnr_jax.testing.setup import Setup
 
@@ -39,7 +46,8 @@ class RunMachine(RuleBasedStateMachine):
 
     Attributes:
         setups: strategy of the runs to be played.
-        folder: folder for the folders of checkpoints; None: the system's for temporary files.
+        folder: folder for the folders of checkpoints, or the URL of a bucket or of a place in one;
+            None: the system's for temporary files.
         counts: how often each thing has happened, over all examples.
     """
 
@@ -50,9 +58,12 @@ class RunMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         """Chooses a run and saves once."""
-        self.place = tempfile.mkdtemp(dir=self.folder, prefix="cnr_jax_machine_")
+        if self._in_bucket():
+            self.place = f"{self.folder}/{secrets.token_hex(8)}"
+        else:
+            self.place = tempfile.mkdtemp(dir=self.folder, prefix="cnr_jax_machine_")
         setup = data.draw(type(self).setups, label="setup")
-        self.player = Player(Path(self.place, "root"), setup)
+        self.player = Player(f"{self.place}/root", setup)
         self.player.save()
 
     @rule(seed=st.integers(0, 2**16))
@@ -142,7 +153,38 @@ class RunMachine(RuleBasedStateMachine):
             self.player.check_all()
         finally:
             self.player.manager.close()
-            shutil.rmtree(self.place)
+            if self._in_bucket():
+                store_of(self.player.root).remove_tree(self.player.root.parent)
+            else:
+                shutil.rmtree(self.place)
             for what, count in self.player.counts.items():
                 event(what)
                 type(self).counts[what] += count
+
+    @classmethod
+    def _in_bucket(cls) -> bool:
+        return cls.folder is not None and is_url(cls.folder)
+
+
+class BucketMachine(RunMachine):
+    """The same in a bucket, of whose URL `folder` is; catalogues are lost and exchanged too."""
+
+    @rule(index=st.integers(1, 5), seed=st.integers(0, 2**16))
+    def go_back_and_save(self, index: int, seed: int) -> None:
+        """Goes on from an older step, and saves the number that follows it again."""
+        self.player.restore(index)
+        self.train_and_save(seed, 1)
+
+    @rule(
+        kind=st.sampled_from(["lost", "old", "foreign"]),
+        index=st.integers(0, 50),
+        seeds=st.lists(st.integers(0, 2**16), max_size=2),
+    )
+    def exchange_catalogue(self, kind: str, index: int, seeds: list[int]) -> None:
+        """Loses the catalogue, or puts an old one there, or that of another root."""
+        data, old = None, self.player.catalogues
+        if kind == "foreign":
+            data = self.player.catalogue_elsewhere()
+        elif kind == "old" and old:
+            data = old[index % len(old)]
+        self.player.put_catalogue(data, seeds)

@@ -18,7 +18,7 @@ Example:
     ...     player.train(1)
     ...     player.save()
     ...     player.train(2)
-    ...     player.crash_while_saving(nth=20)
+    ...     player.crash_while_saving(nth=8)
     ...     player.check_all()
     >>> sorted(player.model.steps)
     [0]
@@ -40,7 +40,7 @@ from cnr_jax.format import names
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.step import read_manifest
-from cnr_jax.repository.store import names_in
+from cnr_jax.repository.store import exists, names_in, store_of
 from cnr_jax.testing import damage, inprocess
 from cnr_jax.testing.comparing import Comparison, WrongError, there_in, values_of
 from cnr_jax.testing.faults import Fault, FaultNotHitError
@@ -52,11 +52,12 @@ class Player(contextlib.AbstractContextManager["Player"]):
     """Plays a run and compares it with its model; raises `WrongError` where they differ.
 
     Args:
-        root: root of the checkpoints: a local path, or a URL, where no faults are played.
+        root: root of the checkpoints: a local path, or the URL of one in a bucket.
         setup: setup of the run.
 
     Attributes:
         model: model of the run.
+        catalogues: what the catalogue of a root in a bucket was after each save, oldest first.
         counts: how often each thing happened, to see that a test tests something.
     """
 
@@ -65,10 +66,13 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._parents: dict[int, int | None] = {}
         options = dataclasses.replace(setup.options, on_save=self._on_save)
         setup = dataclasses.replace(setup, options=options)
-        self.root: Any = open_root(root) if "://" in str(root) else Path(root)
+        self._in_bucket = inprocess.is_url(root)
+        self.root: Any = open_root(root) if self._in_bucket else Path(root)
         self.setup = setup
         self.model = Model(setup.keeps, setup.options.min_fulls)
         self.counts: dict[str, int] = {}
+        self.catalogues: list[bytes] = []
+        self._elsewhere: bytes | None = None
         self._next = 0
         self._comparison = Comparison(self.root, setup, self.model)
         self.manager = setup.open(self.root)
@@ -91,13 +95,21 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self._attempt(step)
         self._saved(step, values)
 
-    def save_several(self, seeds: Sequence[int]) -> None:
-        """Saves after each of some train steps, and waits once all are made."""
+    def save_several(
+        self, seeds: Sequence[int], meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
+        """Saves after each of some train steps, and waits once all are made.
+
+        Args:
+            seeds: seed of each train step.
+            meanwhile: called once all saves have begun.
+        """
         made: list[tuple[int, Values]] = []
         for seed in seeds:
             self.train(seed)
             made.append((self._step(1), values_of(self.state)))
             self._begin(made[-1][0])
+        meanwhile()
         self.manager.wait_until_finished()
         for number, (step, values) in enumerate(made):
             later = [self._parent(other) for other, _ in made[number + 1 :]]
@@ -148,11 +160,18 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self._see_refused()
 
     def put_folder(self, gap: int) -> None:
-        """Puts a folder into the root that has a number for a name, and may have been a step."""
+        """Puts a folder into the root that has a number for a name, and may have been a step.
+
+        In a bucket it also has what commits a step of Orbax: without that it would be a save that
+        was never committed, of which nobody takes notice.
+        """
         number = max([self._next, *self.model.steps, *self.model.foreign]) + gap
-        folder = self.root / str(number) / DEFAULT_ITEM
-        folder.mkdir(parents=True)
-        (folder / "read.me").write_text("not a checkpoint")
+        folder, store = self.root / str(number), store_of(self.root)
+        store.make_folder(folder / DEFAULT_ITEM)
+        note = folder / DEFAULT_ITEM / "read.me"
+        store.write(note, b"not a checkpoint", replaces=False)
+        if self._in_bucket:
+            store.write(folder / names.ORBAX_COMMITTED, b"", replaces=False)
         self.model.foreign.add(number)
         self.reopen()
         self._count("foreign folder")
@@ -179,7 +198,12 @@ class Player(contextlib.AbstractContextManager["Player"]):
     # ---- what befalls it ------------------------------------------------------------------
 
     def fail_while_saving(self, fault: Fault, gap: int = 1) -> None:
-        """Saves while a call fails, in this process; if there is no such call, just saves."""
+        """Saves while a call fails, in this process; if there is no such call, just saves.
+
+        In a bucket, where nothing is synced or renamed, a fault of such calls strikes at any.
+        """
+        if self._in_bucket and fault.call in ("fsync", "rename", "mkdir"):
+            fault = dataclasses.replace(fault, call="any")
         step, values = self._step(gap), values_of(self.state)
         raised = None
         try:
@@ -208,16 +232,12 @@ class Player(contextlib.AbstractContextManager["Player"]):
     ) -> None:
         """Lets a process die before (after) its nth call in a save, then starts a new one.
 
-        A copy of the root that is made at this call is what it leaves. If there are fewer calls, it
-        just saves.
+        A copy of the root that is made at this call is what it leaves; in a bucket, what was put
+        there before. If there are fewer calls, it just saves.
         """
         step, values = self._step(gap), values_of(self.state)
-        copy = self._copy
-        with inprocess.copying(self.root, copy, nth=nth, after=after):
-            self._attempt(step)
-        if not copy.exists():
+        if not self._dies(lambda: self._attempt(step), nth=nth, after=after):
             return self._saved(step, values)
-        self._reopen_on(copy)
         self._interrupted(step, values)
         self._count("crash")
         self.model.reopened()
@@ -230,11 +250,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         step = self._pick(index)
         if step is None or self.model.keeps_back(step):
             return
-        copy = self._copy
-        with inprocess.copying(self.root, copy, nth=nth, after=after):
-            self.manager.delete(step)
-        if copy.exists():
-            self._reopen_on(copy)
+        if self._dies(lambda: self.manager.delete(step), nth=nth, after=after):
             if step not in there_in(self.root):
                 self.model.deleted(step)
             self.check_listing()
@@ -261,6 +277,42 @@ class Player(contextlib.AbstractContextManager["Player"]):
         refused = self._comparison.damaged(files[index % len(files)], do)
         self._count("damage detected" if refused else "damage without consequence")
 
+    def put_catalogue(self, data: bytes | None, saves: Sequence[int] = ()) -> None:
+        """Puts another catalogue into the root, or takes it away, and checks that all is the same.
+
+        Args:
+            data: the catalogue, such as one of `catalogues`, or of another root; None: none.
+            saves: seeds of saves that are in flight meanwhile.
+        """
+        path, store = self.root / names.CATALOGUE, store_of(self.root)
+
+        def put() -> None:
+            if data is None:
+                store.remove_file(path)
+            else:
+                store.write(path, data, replaces=True)
+
+        if saves:
+            self.save_several(saves, meanwhile=put)
+        else:
+            put()
+        self.check_all()
+        self._count("catalogue lost" if data is None else "catalogue exchanged")
+
+    def catalogue_elsewhere(self) -> bytes:
+        """The catalogue of another root, whose steps have the same numbers and tables."""
+        if self._elsewhere is None:
+            root = self.root.with_name(f"{self.root.name}.other")
+            with self.setup.open(root) as manager:
+                state, touched = self.setup.state, None
+                if self.setup.options.tracking != "fingerprint":
+                    touched = cnr.init_touched(state, self.setup.tables)
+                for step in range(3):
+                    state, touched = self.setup.train(state, touched, step)
+                    manager.save(step, args=cnr.args.Save(state, touched))
+            self._elsewhere = store_of(root).read(root / names.CATALOGUE)
+        return self._elsewhere
+
     # ---- comparisons ----------------------------------------------------------------------
 
     def check_listing(self) -> None:
@@ -284,14 +336,14 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _see_refused(self) -> None:
         """Checks that a manager that has restored nothing saves nothing; opens one that may."""
-        before = names_in(self.root)
+        before = self._held()
         try:
             self.manager.save(0, args=cnr.args.Save(self.state, self.touched))
         except errors.UsedRootError:
             self._count("used root refused")
         else:
             raise WrongError("a run began where checkpoints are, and was not refused")
-        if names_in(self.root) != before:
+        if self._held() != before:
             raise WrongError("a save that was refused has changed the root")
         self._reopen(new_run=True)
 
@@ -335,6 +387,9 @@ class Player(contextlib.AbstractContextManager["Player"]):
         self.model.saved(step, values, parent, needed)
         self._note_earlier()
         self._count("full" if parent is None else "delta")
+        if self._in_bucket:
+            self._note_catalogue()
+            self._note_name(step)
 
     def _interrupted(self, step: int, values: Values) -> None:
         there = there_in(self.root)
@@ -357,7 +412,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _note_earlier(self) -> None:
         """Notes which folder holds the steps that a new run has moved aside."""
-        new = {n for n in names_in(self.root) if n.startswith(names.EARLIER_RUN)}
+        new = {n for n in self._held() if n.startswith(names.EARLIER_RUN)}
         new -= self._earlier.keys()
         if len(new) != len(self.model.earlier) - len(self._earlier):
             raise WrongError(f"steps are moved aside in {new}, and not as expected")
@@ -368,19 +423,52 @@ class Player(contextlib.AbstractContextManager["Player"]):
         """Manifest of a step, if it is there."""
         if step not in there:
             return None
-        (found,) = (self.root / str(step)).glob(f"*/{names.MANIFEST}")
-        return read_manifest(found.parent)
+        (found,) = (e for e in cnr.describe(self.root).steps if e.step == step)
+        return read_manifest(self.root / found.directory / DEFAULT_ITEM)
 
-    @property
-    def _copy(self) -> Path:
-        """Path of a copy of the root, outside of it."""
-        return self.root.with_name(self.root.name + ".crashed")
+    def _held(self) -> list[str]:
+        """Names in the root; not of folders in which nothing is any more, as buckets list them."""
+        found = names_in(self.root)
+        if not self._in_bucket:
+            return found
+        return [name for name in found if exists(self.root / name)]
 
-    def _reopen_on(self, copy: Path) -> None:
-        self.manager.close()
-        shutil.rmtree(self.root)
-        copy.rename(self.root)
+    def _note_catalogue(self) -> None:
+        found = store_of(self.root).read_version(self.root / names.CATALOGUE)
+        if found is not None:
+            self.catalogues.append(found[0])
+
+    def _note_name(self, step: int) -> None:
+        """Counts steps that were saved under names of their own, as their number was taken."""
+        there = {names.plain(n) for n in self._held() if names.branch_generation(n)}
+        if step in map(names.step_number, there):
+            self._count("branched")
+
+    def _dies(self, do: Callable[[], object], *, nth: int, after: bool) -> bool:
+        """Whether a process dies that does something; if so, there is a new manager."""
+        if not self._in_bucket:
+            copy = self.root.with_name(self.root.name + ".crashed")
+            with inprocess.copying(self.root, copy, nth=nth, after=after):
+                do()
+            if copy.exists():
+                self.manager.close()
+                shutil.rmtree(self.root)
+                copy.rename(self.root)
+                self._reopen()
+                return True
+            return False
+        with inprocess.dying(self.root, nth=nth, after=after) as failed:
+            try:
+                do()
+            except Exception:
+                if not failed:
+                    raise
+            if not failed:
+                return False
+            with contextlib.suppress(Exception):
+                self.manager.close()
         self._reopen()
+        return True
 
     def _reopen(self, *, new_run: bool = False) -> None:
         self.manager.close()
