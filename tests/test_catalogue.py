@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
@@ -447,3 +448,27 @@ def test_a_catalogue_that_cannot_be_put_costs_requests_alone(
             assert reader.all_steps() == [0, 1]
         run.run(manager, [2])
     assert told(root) == ["0", "1", "2"]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a step that its own retention removes is noted after that"
+)
+def test_a_step_that_retention_removes_at_once_is_not_told(
+    tiny_run: Any, root: epath.Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some services list folders of steps that are gone, which a catalogue must not tell of."""
+    folders = FolderProxy(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", folders.url)
+    run, every = tiny_run(), ocp.checkpoint_managers.EveryNSteps(3)
+    options = {"policy": cnr.Full(), "preservation_policy": every, "max_in_flight": 2}
+    with contextlib.closing(folders):
+        with run.open(str(root), **options) as manager:
+            run.run(manager, [0])
+            for step in (2, 3):  # both in flight; the first is not to stay
+                run.train(step)
+                run.save(manager, step)
+            manager.wait_until_finished()
+            assert manager.all_steps() == [0, 3]
+        with run.open(str(root)) as manager:
+            assert manager.all_steps() == [0, 3]
+        assert told(root) == ["0", "3"]
