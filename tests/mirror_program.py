@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import cnr_jax as cnr
 
 
-def main(root: str, options: str) -> None:
-    """Goes on from the newest step, and saves until it is ended."""
+def main(root: str, options: str, salt: int = 1, saves: int = 0) -> None:
+    """Goes on from the newest step, and saves until it is ended; or so often, if told so."""
     state = bucket_program.first_state()
     tables = cnr.find_tables(state, ["user"])
     touched = cnr.init_touched(state, tables)
@@ -26,15 +26,16 @@ def main(root: str, options: str) -> None:
     with cnr.CheckpointManager(root, tables=tables, options=settings) as manager:
         if manager.latest_step() is not None:
             state, touched = manager.restore(None, args=cnr.args.Restore(state))
-            bucket_program.check(state, int(state["step"]))
-            print(f"restored {int(state['step'])}", flush=True)
+            salts = bucket_program.check(state, int(state["step"]))
+            print("restored", int(state["step"]), "by", *salts, flush=True)
         print("ready", flush=True)
-        while True:
-            step = int(state["step"]) + 1
+        left = saves
+        while not saves or left:
+            step, left = int(state["step"]) + 1, left - 1
             rows = bucket_program.rows_at(step)
             state = {
-                "user": state["user"].at[rows].set(1000 + step),
-                "salts": state["salts"].at[step].set(1),
+                "user": state["user"].at[rows].set(1000 * salt + step),
+                "salts": state["salts"].at[step].set(salt),
                 "step": jnp.array(step),
             }
             touched = cnr.record(touched, {"user": jnp.asarray(rows)})
@@ -46,4 +47,4 @@ def main(root: str, options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -32,7 +32,7 @@ from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.mirroring import copier as copier_module
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.step_files import Meter
-from cnr_jax.repository.store import can, names_in, store_of
+from cnr_jax.repository.store import can, exists, names_in, store_of
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
@@ -971,8 +971,10 @@ def test_a_mirror_that_is_away_hides_no_steps(
 
 
 @contextlib.contextmanager
-def started(root: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A program that saves until it is killed, which it is in the end."""
+def started(
+    root: Any, *, salt: int = 1, saves: int = 0, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A program that saves until it is killed, which it is in the end; or so often."""
     found = [str(PROGRAM.parents[1]), *filter(None, sys.path)]
     own = {
         "JAX_PLATFORMS": "cpu",
@@ -980,7 +982,7 @@ def started(root: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
         "PYTHONPATH": os.pathsep.join(found),
     }
     with subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(root), repr(options)],
+        [sys.executable, str(PROGRAM), *map(str, (root, repr(options), salt, saves))],
         env={**os.environ, **own},
         stdout=subprocess.PIPE,
         text=True,
@@ -1004,20 +1006,49 @@ def line_of(program: subprocess.Popen[str], word: str) -> str:
 
 
 def test_a_copy_that_is_killed_goes_on_where_it_was(
-    root: Path, proxied: tuple[Proxy, str], tmp_path: Path
+    root: Path, proxied: tuple[Proxy, str]
+) -> None:
+    kill_a_copy(root, *proxied, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@each_of("seed", range(1, 11))
+def test_a_copy_that_is_killed_anywhere_goes_on_where_it_was(
+    tmp_path: Path, proxied: tuple[Proxy, str], seed: int
 ) -> None:
     proxy, url = proxied
-    with started(root, mirror=url, mirror_bytes_per_sec=20_000):
-        until(lambda: sum(kind == "PUT" for kind, _ in proxy.log) >= 6)
-    before = [path for kind, path in proxy.log if kind == "PUT"]
+    kill_a_copy(tmp_path / f"root{seed}", proxy, f"{url}{seed}", seed)
+
+
+def kill_a_copy(root: Path, proxy: Proxy, url: str, seed: int) -> None:
+    """No file of a step that has arrived is put again, whenever the copy was ended."""
+    rng = random.Random(seed)
+    count = rng.randrange(1, 14)  # files of a step: seven or more
+    with started(root, saves=3, mirror=url, mirror_bytes_per_sec=30_000) as program:
+        line_of(program, "ready")
+        while len(files_put(proxy, url)) < count:
+            assert program.poll() is None
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+    until(lambda: not proxy._under_way)
+    before, begin = files_put(proxy, url), len(proxy.log)
+    arrived = {path for path in before if exists(epath.Path(url) / path)}
+    assert len(before) - len(arrived) <= 4, "which were on their way"
     report = cnr.mirror(root, url)
     assert report.problems == () and report.lag_steps == 0
+    after = files_put(proxy, url, begin)
+    assert not arrived.intersection(after), (before, after)
+    assert len(after) == len({*after})
     assert steps_in(url) == steps_in(root) and cnr.verify(url) == ()
-    after = [path for kind, path in proxy.log[len(before) :] if kind == "PUT"]
-    own = (names.WRITER, *names.MARKERS)
-    data = [path for path in before if not path.endswith(own)]
-    # But for the last ones, of which the answer may not have come.
-    assert len(data) > 2 and len({*data}.intersection(after)) <= 4, (data, after)
+
+
+def files_put(proxy: Proxy, url: str, begin: int = 0) -> list[str]:
+    """Paths of files of steps that were put into a root; not of claims, catalogues and commits."""
+    below = f"/{url.removeprefix('s3://')}/"
+    put = [path for kind, path in proxy.log[begin:] if kind == "PUT"]
+    found = [path.removeprefix(below) for path in put if path.startswith(below)]
+    return [path for path in found if "/" in path and not path.endswith(names.MARKERS)]
 
 
 @mostly_on_disk
