@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def main(root: str, options: str, salt: int = 1, saves: int = 0) -> None:
             state, touched = manager.restore(None, args=cnr.args.Restore(state))
             salts = bucket_program.check(state, int(state["step"]))
             print("restored", int(state["step"]), "by", *salts, flush=True)
+            if "://" not in str(manager.directory):
+                print("holds", *os.listdir(manager.directory), flush=True)
+                print("lists", *manager.all_steps(), flush=True)
         print("ready", flush=True)
         left = saves
         while not saves or left:
