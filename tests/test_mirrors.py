@@ -956,16 +956,17 @@ def test_a_mirror_gets_no_more_bytes_in_a_second_than_its_manager_is_told(
     run, far, limit = tiny_run(), tmp_path / "far", 10_000
     with run.open(root, mirror=far, mirror_bytes_per_sec=limit) as manager:
         run.run(manager, [0, 1, 2])
-        assert manager.last_report.mirror_lag_steps >= 2
     sizes = [(root / f).stat().st_size for s in "012" for f in files_of(root, s)]
-    # What is written at first is paid for before.
-    assert secs_of_copy(far) >= 0.8 * (sum(sizes) - 4 * max(sizes)) / limit
+    # What is written first is paid for before.
+    least = 0.8 * (sum(sizes) - max(sizes)) / limit
+    assert secs_of_copy(far) >= least >= 1
     assert steps_in(far) == ["0", "1", "2"] and cnr.verify(far) == ()
 
 
 def secs_of_copy(root: Path) -> float:
     """Seconds from the first to the last file that was written in the steps of a root."""
-    found = [f.stat().st_mtime for s in steps_in(root) for f in (root / s).rglob("*/*")]
+    files = [root / path for step in steps_in(root) for path in files_of(root, step)]
+    found = [path.stat().st_mtime for path in files]
     return max(found) - min(found)
 
 

@@ -285,11 +285,12 @@ def numbers_in(root: Any) -> list[int]:
 
 def fill_up(run: Any, manager: Any) -> errors.SaveError:
     """Trains and saves until a save fails; returns its error."""
-    while True:
+    for _ in range(100):
         try:
             run.run(manager, [run.state["step"] + 1])
         except errors.SaveError as error:
             return error
+    raise AssertionError("there is room for all")
 
 
 @pytest.mark.xfail(
@@ -591,7 +592,10 @@ def test_near_that_is_lost_at_any_time_loses_the_lag_alone(
     saved = sure = -1
     there: int | None = None
     for number in range(times):
-        with case_of(number), started(root, near=str(near), near_steps=2) as program:
+        # Retention meets steps that are not far in some rounds, and few of them in others.
+        limit = rng.choice([None, 60_000])
+        told = {"near": str(near), "near_steps": 2, "mirror_bytes_per_sec": limit}
+        with case_of(number), started(root, **told) as program:
             if there is not None:
                 found = int(line_of(program, "restored").split()[1])
                 assert found == there >= sure
@@ -609,6 +613,9 @@ def test_near_that_is_lost_at_any_time_loses_the_lag_alone(
             there, sure = newest_in(near), saved
         assert (-1 if there is None else there) >= sure
         assert harm(root) == []
+        # None has left near before it was there.
+        far = numbers_in(root)
+        assert far == [*range(len(far))]
 
 
 def newest_in(root: Any) -> int | None:

@@ -104,13 +104,14 @@ def test_it_copies_no_more_bytes_in_a_second_than_it_is_told(
     with run.open(root) as manager:
         run.run(manager, [0, 1, 2])
     sizes = [(root / f).stat().st_size for s in "012" for f in files_of(root, s)]
-    limit = sum(sizes) // 2
+    limit = sum(sizes) // 3
     with called(root, target, "--bytes-per-sec", limit) as command:
         told, said = command.communicate(timeout=120)
     assert (command.returncode, said) == (0, ""), (told, said)
     assert "3 steps copied" in told
-    # Two seconds; what is written at first is paid for before.
-    assert secs_of_copy(target) >= 0.8 * (sum(sizes) - 4 * max(sizes)) / limit
+    # Three seconds; but what is written first is paid for before.
+    least = 0.8 * (sum(sizes) - max(sizes)) / limit
+    assert secs_of_copy(target) >= least >= 1
 
 
 @pytest.mark.slow
