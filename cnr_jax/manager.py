@@ -193,7 +193,7 @@ class CheckpointManager(ocp.CheckpointManager):
         return made
 
     def _go_to_root(self) -> None:
-        """Goes over to the root of the run, which has all steps; the next call ends what is left."""
+        """Goes over to the root of the run, if it is to; ends what an earlier call has begun."""
         if not self._leaving:
             return
         if self._far is None and self._mirror is not None:
@@ -377,16 +377,14 @@ class CheckpointManager(ocp.CheckpointManager):
             return self._saves.begin(step, item, args, state, **told)
 
         waits = not self._steps.options.enable_async_checkpointing
-        # Such a save is committed after those before; the last of a run must not fall with them.
-        alone = last or waits or state is None
+        alone = last or waits or state is None  # committed after those before
         self._handler.planning.wait(lambda: self._saves.make_room(alone=alone))
         try:
             save = begin()
         except errors.SaveError as error:
             if error.kind != "no_room" or self._mirror is None:
                 raise
-            self._mirror.check_holds_all(error)
-            self._leaving = str(error)
+            self._leaving = self._mirror.checked_to_hold_all(error)
             self._go_to_root()
             save = begin()
         if last or waits:

@@ -450,9 +450,6 @@ def test_a_catalogue_that_cannot_be_put_costs_requests_alone(
     assert told(root) == ["0", "1", "2"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a step that its own retention removes is noted after that"
-)
 def test_a_step_that_retention_removes_at_once_is_not_told(
     tiny_run: Any, root: epath.Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -476,7 +476,8 @@ class Saves:
         """Removes the steps that retention has let go of; returns which are gone and which stay."""
         stay = self.retirement.remove(told["leaving"])
         gone = [step for step in told["leaving"] if step not in stay]
-        self._note_own(save)
+        if save.step not in gone:
+            self._note_own(save)
         self.put_catalogue()
         return {"gone": gone, "stay": stay}
 

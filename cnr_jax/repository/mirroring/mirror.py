@@ -140,11 +140,14 @@ class Mirror:
             backlog_bytes=sum(size for _, size, _ in waiting),
         )
 
-    def check_holds_all(self, error: errors.SaveError) -> None:
+    def checked_to_hold_all(self, error: errors.SaveError) -> str:
         """Checks that saves can go to the mirror, as they no longer fit into the root.
 
         Args:
             error: error that says why they do not.
+
+        Returns:
+            What the error says.
 
         Raises:
             SaveError: if steps of the root are not in the mirror yet.
@@ -160,6 +163,7 @@ class Mirror:
                 path=error.path,
                 step=error.step,
             ) from error
+        return str(error)
 
     def has(self, uuid: str) -> bool:
         """Whether a step was in the mirror when the mirror looked last."""
