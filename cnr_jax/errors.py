@@ -430,7 +430,6 @@ class SaveError(CnrError, OSError):
     docs/guides/full-disk-and-failures.md.
 
     Kinds:
-        no_room: the near root has no room for the save, and steps there are not in the root yet.
         timeout: a save waited longer than `timeout_secs` for its directories, or for room in
             memory.
         process_silent: another process did not answer. It may have been killed, hang, or be late:

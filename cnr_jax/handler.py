@@ -137,23 +137,14 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             self.interval,
         )
 
-    def serve_manager(
-        self,
-        root: Any,
-        is_step: Callable[[str], bool] | None,
-        *,
-        is_bounded: bool = False,
-    ) -> None:
+    def serve_manager(self, root: Any, is_step: Callable[[str], bool] | None) -> None:
         """Lets saves go to the root of a manager that keeps parents and says how each save ended.
 
         Args:
             root: root of the manager.
             is_step: whether a name is that of a step directory; None: every name that ends in a
                 digit.
-            is_bounded: whether a save that finds too little room in the root fails before any row
-                is copied.
         """
-        self._launcher.is_bounded = is_bounded
         if self.options.metrics:
             check_can_append(root)
         self.channel.name = f"saves in {root.name}"

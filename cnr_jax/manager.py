@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,26 +18,27 @@ from cnr_jax.args import (
     only_root_by_position,
     state_to_save,
 )
+from cnr_jax.checkpointer.listing import Listing
 from cnr_jax.checkpointer.multihost import all_succeed
-from cnr_jax.checkpointer.orbax_compat.items import metrics_of
+from cnr_jax.checkpointer.orbax_compat.items import Items, metrics_of
 from cnr_jax.checkpointer.orbax_compat.logs import shorten_logs
 from cnr_jax.checkpointer.orbax_compat.options import (
     checked_orbax_options,
+    committer_of,
     options_of_base,
     with_retention,
 )
 from cnr_jax.checkpointer.orbax_compat.places import ExactPath, step_names
-from cnr_jax.checkpointer.orbax_compat.steps import Unseen
+from cnr_jax.checkpointer.orbax_compat.steps import Steps, Unseen
 from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
-from cnr_jax.checkpointer.root_parts import root_parts
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
 from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Progress
-from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
-from cnr_jax.checkpointer.saving.saves import as_json
-from cnr_jax.checkpointer.saving.tiers import Tiers, tiers_of
+from cnr_jax.checkpointer.saving.retirement import Retirement
+from cnr_jax.checkpointer.saving.saves import Saves, as_json
+from cnr_jax.checkpointer.saving.tiers import tiers_of
 from cnr_jax.checkpointer.saving.warm_up import WarmUp
 from cnr_jax.goodput.profile import Profile
 from cnr_jax.handler import registry_of
@@ -127,26 +129,40 @@ class CheckpointManager(ocp.CheckpointManager):
                 writes=handler.may_save,
                 full_bytes=handler.widening.stored_bytes,
             )
-        self._channel = handler.channel
+        self._channel, self._root = handler.channel, ExactPath(tiers.root)
+        handler.serve_manager(self._root, is_step)
+        self._mirror = handler.lifecycle.mirror = tiers.mirror(options, is_step, item)
+        handler.lifecycle.near_problem = tiers.problem
+        policy = tiers.policy(options, self._is_far)
+        kept = with_retention(
+            orbax_options,
+            policy,
+            registry.preservation_policy,
+            is_near=tiers.is_near,
+        )
+        writer = handler.writer
+        self._steps = Steps(
+            self._root, kept, lambda: writer.ledger.left if writer.ledger else ()
+        )
+        self._items = Items(registry, self._root)
         self._warm_up = WarmUp(tables or Tables({}), options, handler.widening)
-        self._calls = Calls(
-            handler.lifecycle.listener.is_here, lambda: self._saves.pipeline.is_here()
-        )
-        self._progress = Progress(
-            lambda: self._steps,
-            lambda: self._saves.flying(),
-            lambda: self._saves.pipeline.is_full,
-            handler.uses,
-            self._channel,
-            options,
-            lambda step: self._saves.meter.tick(step),
-            handler.interval,
-        )
-        # While the manager goes over to the root of the run: why, and the root once near is empty.
-        self._leaving, self._far = "", None
-        self._given = registry, orbax_options, metadata, is_step
+        self._make_saves(kept, options)
+        self._listing = Listing(self._steps, handler.writer, self._saves, self._channel)
+        base = options_of_base(kept, Unseen(self._steps))
         with asking_once():
-            made = self._serve(tiers, item)
+            with as_root_errors(self._root):
+                made = self._listing.open(
+                    item,
+                    writes=handler.may_save,
+                    recovers=lambda: self._mirror and self._mirror.way_back.bring(),
+                )
+                super().__init__(
+                    self._root,
+                    options=base,
+                    metadata=metadata,
+                    handler_registry=registry,
+                )
+                self._steps.reload(numbers_only=kept.lightweight_initialize)
             shorten_logs()
             try:
                 self._listing.say_what_is_there(made)
@@ -159,64 +175,51 @@ class CheckpointManager(ocp.CheckpointManager):
         if self._mirror is not None:
             self._mirror.start()
 
-    def _serve(self, tiers: Tiers, item: str | None) -> list[Any]:
-        """Makes the parts that belong to one root, and opens it; returns what folders it made."""
-        registry, orbax_options, metadata, is_step = self._given
-        handler, self._root = self._handler, ExactPath(tiers.root)
-        options, lifecycle = handler.options, handler.lifecycle
-        handler.serve_manager(self._root, is_step, is_bounded=tiers.is_near)
-        self._mirror = lifecycle.mirror = tiers.mirror(options, is_step, item)
-        lifecycle.near_problem = tiers.problem
-        kept = with_retention(
-            orbax_options,
-            tiers.policy(options, self._is_far),
-            registry.preservation_policy,
-            is_near=tiers.is_near,
-        )
-        parts = handler, registry, self._progress, self._calls
-        self._steps, self._items, self._saves, self._listing = root_parts(
-            self._root, kept, *parts, self._warm_up.compile_for
-        )
-        with as_root_errors(self._root):
-            made = self._listing.open(
-                item,
-                writes=handler.may_save,
-                recovers=lambda: self._mirror and self._mirror.way_back.bring(),
-            )
-            super().__init__(
-                self._root,
-                options=options_of_base(kept, Unseen(self._steps)),
-                metadata=metadata,
-                handler_registry=registry,
-            )
-            self._steps.reload(numbers_only=kept.lightweight_initialize)
-        return made
-
-    def _go_to_root(self) -> None:
-        """Goes over to the root of the run, if it is to; ends what an earlier call has begun."""
-        if not self._leaving:
-            return
-        if self._far is None and self._mirror is not None:
-            self._saves.wait()
-            self._mirror.close(self._handler.options.timeout_secs)
-            # Else another program, to which the root does not answer, would go on from these.
-            self._saves.retirement.remove(self._steps.numbers())
-            self._saves.pipeline.close()
-            self._far = (
-                self._mirror.target
-            )  # only now, as what follows forgets the near root
-        found = self._saves.meter.found
-        self._serve(
-            Tiers(self._far or self._root, problem=self._leaving), self._listing.item
-        )
-        self._saves.meter.go_on(found)
-        self._leaving = ""
-
     def _is_far(self, step: int) -> bool:
         """Whether a step is in the mirror."""
         ledger = self._handler.ledger
         entry = ledger.by_step(step) if ledger is not None else None
         return bool(entry and self._mirror and self._mirror.has(entry.uuid))
+
+    def _make_saves(
+        self, orbax_options: ocp.CheckpointManagerOptions, options: Options
+    ) -> None:
+        """Makes the parts that its saves go through."""
+        handler, channel, writer = self._handler, self._channel, self._handler.writer
+        committer = committer_of(
+            self._root, orbax_options, writer.discard, writer.check_claim
+        )
+        self._calls = Calls(
+            handler.lifecycle.listener.is_here, lambda: self._saves.pipeline.is_here()
+        )
+        self._progress = Progress(
+            self._steps,
+            lambda: self._saves.flying(),
+            lambda: self._saves.pipeline.is_full,
+            handler.uses,
+            channel,
+            options,
+            lambda step: self._saves.meter.tick(step),
+            handler.interval,
+        )
+        policy: Any = orbax_options.preservation_policy
+        given = orbax_options.async_options or ocp.AsyncOptions()
+        self._saves = Saves(
+            committer,
+            self._steps,
+            self._items,
+            handler.lifecycle,
+            writer,
+            Retirement(self._steps, writer, policy),
+            self._progress,
+            self._calls,
+            channel,
+            lambda place, state, urgent: handler.plan(place, state, urgent=urgent),
+            self._warm_up.compile_for,
+            given.post_finalization_callback or (lambda: None),
+            options,
+            handler.interval.learn if handler.interval else lambda found: None,
+        )
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -344,7 +347,6 @@ class CheckpointManager(ocp.CheckpointManager):
                 signal handler in the middle of a call; or after `close`.
         """
         step = checked_step(step)
-        self._go_to_root()
         if self._steps.options.read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
             return False
@@ -370,23 +372,21 @@ class CheckpointManager(ocp.CheckpointManager):
             return False
         made_by_step = (state.state, state.touched) if state else None
         self._saves.meter.asked(made_by_step, waits=self._saves.pipeline.is_full)
-        told: Any = {"metrics": metrics, "urgent": last}
-        told["custom_metadata"] = as_json("custom_metadata", custom_metadata)
-
-        def begin() -> SaveInFlight:
-            return self._saves.begin(step, item, args, state, **told)
-
+        begin = functools.partial(
+            self._saves.begin,
+            step,
+            item,
+            args,
+            state,
+            metrics=metrics,
+            custom_metadata=as_json("custom_metadata", custom_metadata),
+            urgent=last,
+        )
         waits = not self._steps.options.enable_async_checkpointing
-        alone = last or waits or state is None  # committed after those before
+        # Such a save is committed after those before; the last of a run must not fall with them.
+        alone = last or waits or state is None
         self._handler.planning.wait(lambda: self._saves.make_room(alone=alone))
-        try:
-            save = begin()
-        except errors.SaveError as error:
-            if error.kind != "no_room" or self._mirror is None:
-                raise
-            self._leaving = self._mirror.checked_to_hold_all(error)
-            self._go_to_root()
-            save = begin()
+        save = begin()
         if last or waits:
             self.wait_until_finished()
         if last and is_dropped(save.error):
@@ -436,7 +436,6 @@ class CheckpointManager(ocp.CheckpointManager):
             CallError: as `save`.
         """
         step = step_or_newest(step, "restore(None) takes the newest that is whole")
-        self._go_to_root()
         check_arguments(args, items, restore_kwargs, Restore)
         # An error may be of one process alone; other processes must not go on without it.
         all_succeed(self._channel, self.wait_until_finished)

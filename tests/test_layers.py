@@ -37,8 +37,7 @@ TABLE = {
     "plain_args args": ("rows", "numpy jax orbax"),
     "checkpointer.orbax_compat": ("repository options", "numpy jax orbax etils"),
     "checkpointer checkpointer.multihost checkpointer.tracking checkpointer.saving"
-    " checkpointer.listing checkpointer.root_parts checkpointer.restoring"
-    " checkpointer.trying": (
+    " checkpointer.listing checkpointer.restoring checkpointer.trying": (
         "checkpointer.orbax_compat args goodput",
         "numpy jax etils",
     ),

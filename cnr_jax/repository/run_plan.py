@@ -10,7 +10,6 @@ import numpy as np
 from cnr_jax.format.boxes import Box
 from cnr_jax.repository.parent_rows import TileKey
 from cnr_jax.rows.codecs import Codec
-from cnr_jax.rows.codecs.base import bytes_of
 from cnr_jax.rows.gather.chunk import KeysOf
 
 
@@ -59,12 +58,6 @@ class RunPlan:
     def width(self) -> int:
         """Number of elements in a row of the tile."""
         return math.prod(stop - start for start, stop in self.box[1:])
-
-    @property
-    def most_bytes(self) -> int:
-        """Bytes that the rows take before they are packed, with their ids."""
-        ids = 0 if self.positions is None else min(4 * self.count, self.rows // 8 + 1)
-        return self.count * bytes_of(self.codec.parts(self.width, self.dtype)) + ids
 
     @property
     def is_slot(self) -> bool:

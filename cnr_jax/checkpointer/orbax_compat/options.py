@@ -216,12 +216,6 @@ def committer_of(
     return committer_for(root, discard, check_claim, mode)
 
 
-def before_commit_of(options: ocp.CheckpointManagerOptions) -> Callable[[], None]:
-    """Function of the user's options that is called right before a commit."""
-    given = options.async_options or ocp.AsyncOptions()
-    return given.post_finalization_callback or (lambda: None)
-
-
 def options_of_base(
     options: ocp.CheckpointManagerOptions, names: Any
 ) -> ocp.CheckpointManagerOptions:

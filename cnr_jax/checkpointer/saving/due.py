@@ -31,7 +31,7 @@ class Progress:
     """Progress of the saves of one manager: where they have got to, and which step is due next.
 
     Args:
-        steps: function that returns the steps of the root; they know the user's intervals.
+        steps: steps of the root; they know the user's intervals.
         flying: function that returns the steps that are being saved.
         is_full: function that says whether a further save would have to wait for one in flight.
         uses: function that says whether saves use the given touched rows.
@@ -46,7 +46,7 @@ class Progress:
 
     def __init__(
         self,
-        steps: Callable[[], Steps],
+        steps: Steps,
         flying: Callable[[], Sequence[StepInfo]],
         is_full: Callable[[], bool],
         uses: Callable[[Touched | None], bool],
@@ -94,7 +94,7 @@ class Progress:
         """Whether the run is about to be ended, and this is the step of its last save."""
         if self._sigterm is not None and self._sigterm.reached(step):
             return True
-        return self._steps().reached_preemption(step)
+        return self._steps.reached_preemption(step)
 
     def should_save(self, step: int) -> bool:
         """Whether a save at this step is due, counted from the tip."""
@@ -103,14 +103,14 @@ class Progress:
             return self._is_last(step)
         tip = self.tip
         after = tip.step if tip else None
-        if self._steps().is_due(step, after, self._flying(), is_busy=self._is_full()):
+        if self._steps.is_due(step, after, self._flying(), is_busy=self._is_full()):
             return True
         return self._is_last(step)
 
     def _is_last(self, step: int) -> bool:
         tip = self.tip
         ahead = tip is None or step > tip.step
-        is_read_only = self._steps().options.read_only
+        is_read_only = self._steps.options.read_only
         return ahead and not is_read_only and self.reached_preemption(step)
 
     def is_passed(self, step: int, should_save: Callable[[int], bool]) -> bool:

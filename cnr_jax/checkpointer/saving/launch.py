@@ -29,7 +29,6 @@ from cnr_jax.encoding import Encoding
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
 from cnr_jax.repository.index.planner import SavePlan
-from cnr_jax.repository.mirroring.near import check_room
 from cnr_jax.repository.parent_rows import ParentRows, TileKey
 from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.run_plan import RunPlan
@@ -69,17 +68,12 @@ class Launcher:
         widening: knows the width of each table's codes.
         channel: channel to the other processes.
         options: options of the run.
-
-    Attributes:
-        is_bounded: whether a save that finds too little room in its root fails before any row is
-            copied.
     """
 
     _tracker: Tracker
     _widening: Widening
     _channel: Channel
     _options: Options
-    is_bounded: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         # Memory for the rows that wait to be written.
@@ -135,8 +129,6 @@ class Launcher:
             flight.rows = int(chosen.counts.sum()) * jax.process_count()
             pieces = dense.pieces_of(changed.dense)
             tiles = [piece.tile for piece in pieces]
-            if self.is_bounded:
-                check_room(flight.place.root, flight.step, rows.plans(), tiles)
             sources, sample = rows.sources(changed.shards), None
             on_host = all(isinstance(each, HostRows) for each in sources)
             if not on_host:

@@ -129,10 +129,6 @@ class Meter:
         self._since = self._alone = None
         self._note(self.found.with_read(report.bytes_read, report.total_secs))
 
-    def go_on(self, found: Measurements) -> None:
-        """Goes on with the measurements of another root, which saves no longer go to."""
-        self._note(found)
-
     # In any thread.
 
     def durable(self, save: SaveInFlight) -> None:

@@ -140,31 +140,6 @@ class Mirror:
             backlog_bytes=sum(size for _, size, _ in waiting),
         )
 
-    def checked_to_hold_all(self, error: errors.SaveError) -> str:
-        """Checks that saves can go to the mirror, as they no longer fit into the root.
-
-        Args:
-            error: error that says why they do not.
-
-        Returns:
-            What the error says.
-
-        Raises:
-            SaveError: if steps of the root are not in the mirror yet.
-        """
-        found = self.report()
-        if found.lag_steps or self.lost is not None:
-            lacks = count_of(found.lag_steps, "step is", "steps are")
-            why = f": {found.problems[-1]}" if found.problems else ""
-            raise errors.SaveError(
-                f"{error}\n  {lacks} not in {found.mirror} yet{why}\n"
-                "  hint: give it more room; once the root has all steps, saves go there",
-                kind=error.kind,
-                path=error.path,
-                step=error.step,
-            ) from error
-        return str(error)
-
     def has(self, uuid: str) -> bool:
         """Whether a step was in the mirror when the mirror looked last."""
         return uuid in self._there

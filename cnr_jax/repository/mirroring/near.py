@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from cnr_jax import errors
 from cnr_jax.format import names
-from cnr_jax.format.dense import DenseTile
 from cnr_jax.repository.causes import in_one_line
 from cnr_jax.repository.description import amount
 from cnr_jax.repository.index.entries import order
@@ -32,9 +31,6 @@ from cnr_jax.repository.store import (
     sync_directory,
 )
 from cnr_jax.texts import count_of, logger
-
-if TYPE_CHECKING:
-    from cnr_jax.repository.run_plan import RunPlan
 
 _log = logger(__name__)
 # The most bytes of the note that are read: more than a path can have.
@@ -99,32 +95,6 @@ def _missing(
     here = {entry.uuid for entry in mine.committed()}
     chain = [entry for entry in theirs.chain(newest) if entry.uuid not in here]
     return [theirs.own_bytes(entry) + _OTHER_BYTES for entry in chain]
-
-
-def check_room(
-    near: AnyPath, step: int, plans: Iterable[RunPlan], tiles: Iterable[DenseTile]
-) -> None:
-    """Checks that a near root has room for a save.
-
-    Args:
-        near: path of the near root.
-        step: number of the step.
-        plans: plans of its rows.
-        tiles: tiles of its dense leaves.
-
-    Raises:
-        SaveError: if it has too little; of kind `no_room`.
-    """
-    needed = sum(plan.most_bytes for plan in plans) + sum(tile.bytes for tile in tiles)
-    room, needed = store_of(near).free_bytes(near), needed + _OTHER_BYTES
-    if room < needed:
-        raise errors.SaveError(
-            f"{os.fspath(near)} has room for {amount(room)}, and step {step} takes up to"
-            f" {amount(needed)}",
-            kind="no_room",
-            path=os.fspath(near),
-            step=step,
-        )
 
 
 def empty_into(near: AnyPath, far: AnyPath, **told: Any) -> None:

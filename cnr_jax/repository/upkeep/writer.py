@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.format.names import final_name
 from cnr_jax.repository import markers
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.entries import Entry, order
@@ -51,7 +52,7 @@ _PLANNED = "planned"
 
 
 class RootWriter:
-    """Writer of one item of one root, which stay the same until `bind` sets another root.
+    """Writer of one item of one root, which stay the same once they are set.
 
     A manager, a restore or the first save sets them. Each process of a run has a writer, and all
     know the same steps. Only that of the first process touches the root: only there `refreshed`,
@@ -100,31 +101,30 @@ class RootWriter:
         self.root: AnyPath | None = None
         self.is_step: Callable[[str], bool] | None = None
         self.remover: Remover | None = None
-        self.looking = threading.RLock()
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        """Knows nothing of a root, and has claimed none."""
         self.place: Place | None = None
         self.ledger: Ledger | None = None
         self.gaps = Gaps()
-        self._writing = set[str]()  # uuids of the saves for which the lock is held
+        self.looking = threading.RLock()
+        # Uuids of the saves for which the lock is held.
+        self._writing = set[str]()
         self._holding = threading.Lock()
-        self.writes, self.changed, self.noted, self._tidy = False, False, True, False
-        # Whether `claim` was called (before, nothing is locked or moved aside), whether steps may
-        # have come or gone unnoticed, and whether nothing that others have begun can be committed.
-        self._has_claimed = self._doubtful = self._is_alone = False
+        self.writes, self.changed, self.noted = False, False, True
+        self._tidy = False
+        # Whether `claim` was called: before, nothing is locked or moved aside.
+        self._has_claimed = False
+        # Whether steps may have come or gone without the ledger knowing it.
+        self._doubtful = False
+        # Whether no save that another manager has begun can be committed any more.
+        self._is_alone = False
         self._before: Writer | None = None
         # By directory, steps that this manager has committed, with their notes for the catalogue;
         # steps that the catalogue of this epoch has named; steps that are gone, or were to go.
         self._own: dict[str, tuple[Entry, catalogue.Noted | None]] = {}
-        self._named, self._removed = frozenset[str](), set[str]()
+        self._named: frozenset[str] = frozenset()
+        self._removed: set[str] = set()
 
     def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
-        """Sets the root that saves go to, maybe in the place of another; `serve` sets the item."""
-        if self.place is not None and str(self.place.root) != str(root):
-            self.close()
-            self._begin_anew()
+        """Sets the root that saves go to; `serve` sets the item later."""
         self.remover = Remover(root) if can(root).renames else None
         self.root, self.is_step = root, is_step
 
@@ -327,7 +327,7 @@ class RootWriter:
         before = self._before
         alone = before is not None and (self._lock.is_proof or before.is_dead)
         found = find_leftovers(root, ledger)
-        temporary = [n for n in found.temporary if alone and names.final_name(n) != own]
+        temporary = [n for n in found.temporary if alone and final_name(n) != own]
         clear(self.remover, found, temporary)
 
     def _show_newest(self) -> None:
