@@ -316,6 +316,22 @@ def test_near_that_was_full_has_room_once_its_steps_are_far(
         run.run(manager, [run.state["step"] + 1])
 
 
+def test_near_that_is_old_and_has_no_room_for_what_came_since_is_passed_by(
+    tiny_run: Any, small_memory: Callable[[int], Path], root: Path
+) -> None:
+    run, memory = tiny_run(), small_memory(4_000_000)
+    others, options = memory / "near/others", {"near": memory / "near"}
+    with run.open(root, **options) as manager:
+        run.run(manager, range(20))
+    with run.open(root) as manager:
+        run.restore(manager, None)
+        run.run(manager, [20, 21])
+    others.write_bytes(bytes(store_of(memory).free_bytes(memory) - 40_000))
+    with run.open(root, **options) as manager:
+        assert str(manager.directory) == str(root)
+        assert manager.latest_step() == 21
+
+
 def test_memory_that_is_too_small_from_the_beginning_is_passed_by(
     far: epath.Path, small_memory: Callable[[int], Path], unsynced: None
 ) -> None:
