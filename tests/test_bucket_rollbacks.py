@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +23,7 @@ import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
+from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.markers import is_committed, says_committed
 from cnr_jax.repository.store import names_in, store_of
 from cnr_jax.testing import damage, strategies
@@ -203,25 +206,31 @@ def test_a_deleted_step_leaves_none_of_its_number(
     assert folders(root) == ["5"] and {"2", "3"} <= {fate.name for fate in plan.going}
 
 
+@contextlib.contextmanager
+def failing_commits(root: Any) -> Iterator[None]:
+    store = type(store_of(root))
+    real = store.swap
+
+    def swap(self: Any, path: Any, data: bytes, version: Any) -> Any:
+        if says_committed(data):
+            raise OSError(5, "harm", str(path))
+        return real(self, path, data, version)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "swap", swap)
+        yield
+
+
 def test_a_save_that_fails_leaves_nothing_behind(
-    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, root: epath.Path
 ) -> None:
-    run, store = tiny_run(), store_of(root)
+    run = tiny_run()
     with run.open(str(root)) as manager:
         run.run(manager, range(4))
         old = dict(run.truth)
         run.restore(manager, 1)
-        real = type(store).swap
-
-        def swap(self: Any, path: Any, data: bytes, version: Any) -> Any:
-            if says_committed(data):
-                raise OSError(5, "harm", str(path))
-            return real(self, path, data, version)
-
-        monkeypatch.setattr(type(store), "swap", swap)
-        with pytest.raises(errors.SaveError):
+        with failing_commits(root), pytest.raises(errors.SaveError):
             run.run(manager, [2])
-        monkeypatch.undo()
         assert manager.all_steps() == [0, 1, 2, 3] and manager.latest_step() == 3
         for step in (2, 3):
             run.check(manager, step, old)
@@ -230,6 +239,52 @@ def test_a_save_that_fails_leaves_nothing_behind(
         assert manager.all_steps() == [0, 1, 2, 3]
         for step in range(4):
             run.check(manager, step)
+
+
+def test_a_name_that_retention_has_freed_is_a_step_again(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run, policies = tiny_run(), ocp.checkpoint_managers.preservation_policy
+    keeps = policies.AnyPreservationPolicy(
+        [policies.LatestN(1), policies.EveryNSteps(10)]
+    )
+    with run.open(str(root), {"preservation_policy": keeps}) as manager:
+        for step in range(4):
+            run.train(step)
+            run.truth[step] = run.values()
+            manager.save(step, args=cnr.args.Save(run.state, run.touched, full=True))
+        manager.wait_until_finished()
+        assert folders(root) == ["0", "3"]
+        rolled_back(run, manager, 0, [1, 2])
+        assert folders(root) == ["0", "1", "2"]
+        with failing_commits(root), pytest.raises(errors.SaveError):
+            run.run(manager, [3])
+        run.run(manager, [3, 4])  # looks at the root anew
+        assert folders(root) == ["0", "1", "2", "3", "4"], "4 rests on all of them"
+        assert sorted(catalogue.read(root).entries) == folders(root)
+        run.check(manager, 4)
+    assert cnr.verify(root) == ()
+
+
+def test_a_name_that_was_freed_here_is_a_step_that_another_program_has_saved(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run, policies = tiny_run(), ocp.checkpoint_managers.preservation_policy
+    keeps = policies.AnyPreservationPolicy(
+        [policies.LatestN(2), policies.EveryNSteps(10)]
+    )
+    with run.open(
+        str(root), {"preservation_policy": keeps}, policy=cnr.Full()
+    ) as manager:
+        run.run(manager, range(4))
+        assert folders(root) == ["0", "2", "3"]
+        with run.open(str(root)) as other:
+            rolled_back(run, other, 0, [1])
+        manager.reload()
+        run.restore(manager, 1)
+        run.run(manager, [2])
+        assert manager.all_steps() == [0, 1, 2]
+        assert "1" in folders(root) and "1" in catalogue.read(root).entries
 
 
 def test_a_kill_before_the_commit_changes_nothing_and_one_after_it_all(

@@ -300,7 +300,8 @@ class Ledger(Chains):
     def become(self, fresh: Ledger) -> None:
         """Takes over what another ledger has read anew."""
         super().become(fresh)
-        self.left = fresh.left
+        # What this manager has dropped may be there again: another one has saved it since.
+        self.left, self.leaving, self.epoch = fresh.left, fresh.leaving, fresh.epoch
 
     # Steps that rollbacks have left behind where folders cannot be renamed.
 
@@ -362,6 +363,7 @@ class Ledger(Chains):
     def begin(self, entry: Entry) -> None:
         """Notes a save that is being written."""
         self.add(entry)
+        self.leaving.discard(entry.directory)  # the name is used again
         self.run = entry.run
 
     def settle(
