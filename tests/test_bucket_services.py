@@ -25,6 +25,7 @@ from cnr_jax.repository.store import bucket_clients, gs_clients, s3_clients, sto
 
 from .bucket_proxy import KEY, SECRET, Proxy
 from .conftest import case_of, each_of, free_port
+from .test_buckets import held
 
 TABLE = "user"
 
@@ -217,14 +218,17 @@ def test_a_refused_delete_is_no_damage_and_saves_go_on(
     proxy.says = refused
     proxy.harm = lambda kind, *_: code if kind == "DELETE" else None
     with run.open(str(root), {"max_to_keep": 1}, policy=cnr.Full()) as manager:
-        run.run(manager, range(3))
-        run.check(manager, None)
-        assert manager.all_steps() == [0, 1, 2], "they stay"
-        assert "step 0 is not removed and stays" in caplog.text
+        for step in range(3):
+            run.run(manager, [step])
+            run.check(manager, None)
+            assert manager.all_steps() == [step], "no other is whole any more"
+            assert [each.step for each in cnr.describe(root).steps] == [step]
+        assert "0 is removed, but not all of its files could be deleted" in caplog.text
         assert "AccessDenied" in caplog.text
+        assert {"0", "1", "2"} <= {*held(root)}
         proxy.harm = lambda *_: None
         run.run(manager, [3])
-        assert manager.all_steps() == [3], "they go when they may"
+        assert {*"0123"} & {*held(root)} == {"3"}, "they go when they may"
         run.check(manager, None)
     assert cnr.verify(root) == ()
 

@@ -43,6 +43,7 @@ from cnr_jax.repository.store import (
     store_of,
 )
 from cnr_jax.repository.upkeep import writer as writer_module
+from cnr_jax.repository.upkeep.removal import go_on
 from cnr_jax.repository.upkeep.writer import RootWriter
 
 from . import bucket_program
@@ -942,6 +943,52 @@ def test_a_new_manager_stops_only_what_is_not_committed(root: epath.Path) -> Non
         markers.begin_removal(root / "5", goes_on)
     assert store.read(note) == names.REMOVED
     assert markers.stop(root / "5", claimed) == store.read(note) == names.REMOVED
+
+
+@pytest.mark.parametrize("before", ["it", "its first request", "its second request"])
+def test_a_removal_leaves_alone_who_saves_there_again(
+    root: epath.Path, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program has ended the removal meanwhile, and writes in the folder."""
+    committer, store, step = (
+        ConditionalCommitter(lambda: None),
+        store_of(root),
+        root / "5",
+    )
+    first, second, real = attempt(root, "a"), attempt(root, "b"), type(store)._delete
+    committer.prepare(first, [])
+    for name in (f"default/{names.MANIFEST}", "default/rows"):
+        store.write(step / name, b"of the first", replaces=False)
+    committer.publish(first, [])
+    version = markers.begin_removal(step, lambda: None)
+    calls = 0
+
+    def saves() -> None:
+        monkeypatch.undo()
+        go_on(step)
+        assert held(step) == []
+        committer.prepare(second, [])
+        store.write(step / "default/rows", b"of the second", replaces=False)
+        committer.publish(second, [])
+
+    def deletes(self: Any, path: Any, keys: list[str]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if "first" in before else 2):
+            real(self, path, keys)  # as nothing recalls it
+            saves()
+        else:
+            real(self, path, keys)
+
+    if before == "it":
+        saves()
+    else:
+        monkeypatch.setattr(type(store), "_delete", deletes)
+    assert store.remove_tree(step, attempt=version) == []
+    assert is_committed(step)
+    assert store.read(step / "default/rows") == b"of the second"
+    assert go_on(step)
+    assert store.read(step / "default/rows") == b"of the second"
 
 
 def test_an_attempt_that_is_given_up_leaves_nothing(root: epath.Path) -> None:

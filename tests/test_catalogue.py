@@ -383,8 +383,7 @@ def test_a_killed_removal_is_not_listed(
 
         # Of all that is there, what commits it is gone.
         monkeypatch.setattr(type(store), "_delete", fails)
-        with pytest.raises(OSError, match="x"):
-            manager.delete(1)
+        manager.delete(1)
         monkeypatch.undo()
     assert "1" in names_in(root)
     begun = root / "7" / names.ATTEMPT  # of a save that was killed

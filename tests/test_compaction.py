@@ -534,9 +534,8 @@ def test_a_removal_in_a_bucket_that_is_cut_short(
         proxy.harm = lambda kind, path, number: (
             403 if kind == "DELETE" and unquote(path).endswith(refused) else None
         )
-        with pytest.raises(cnr.errors.RootError):
-            cnr.compact(root, step=1, writer_is_dead=True)
-        assert proxy.harmed
+        cnr.compact(root, step=1, writer_is_dead=True)
+        assert proxy.harmed and is_directory(root / "1")
         proxy.harm = lambda *_: None
         for step in (1, 2):
             assert_same(run.restored(step), chain[step])

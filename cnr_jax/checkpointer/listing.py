@@ -193,7 +193,6 @@ class Listing:
         # The other way round it would be listed, but retention would not know of it.
         self._steps.reload(left=found.left)
         ledger.become(found)
-        ledger.epoch = found.epoch
         self._writer.gaps.forget()
 
     def latest_step(self) -> int | None:
@@ -263,7 +262,14 @@ class Listing:
         if self._steps.options.read_only:
             _log.warning("step %d is not deleted: this manager is read-only", step)
             return
-        on_primary(self._channel, lambda: self._saves.retirement.delete(step))
+        try:
+            on_primary(self._channel, lambda: self._saves.retirement.delete(step))
+        except BaseException:
+            # No save may rest on what an interrupt has left of the step.
+            ledger.read(self._root, directory, str(self.item))
+            if directory not in ledger.all_directories():
+                self._steps.forget([step])
+            raise
         self._steps.forget([step])
         ledger.forget(directory)
         if jax.process_index() == 0:

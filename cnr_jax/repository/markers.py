@@ -13,6 +13,7 @@ import errno
 import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from cnr_jax.format import names
 from cnr_jax.repository.store import AnyPath, exists, read_all, store_of
@@ -83,7 +84,7 @@ def stop(
     return b""
 
 
-def begin_removal(step: AnyPath, check_claim: Callable[[], None] | None) -> None:
+def begin_removal(step: AnyPath, check_claim: Callable[[], None] | None) -> Any:
     """Takes the commit of a step back, unless the root was taken over.
 
     The claim is looked at when the commit is taken back already: another manager that has the root
@@ -96,17 +97,26 @@ def begin_removal(step: AnyPath, check_claim: Callable[[], None] | None) -> None
         check_claim: function that raises an error if another manager has taken over the root;
             None: only a removal that has begun goes on.
 
+    Returns:
+        Version of the file of the attempt, with which `remove_tree` tells whether another program
+        has begun to write there since; None: there is none.
+
     Raises:
         WriterError: if another manager has; or as `check_claim`.
-        FileExistsError: if the step is committed again, or somebody else goes on with its removal.
-        OSError: if storage does not tell, or cannot be written.
+        FileExistsError: if the folder is in use again.
+        FileNotFoundError: if somebody else has ended the removal.
+        OSError: if storage does not tell, or cannot be written. The step is as before.
     """
     note = step / names.ATTEMPT
     data, version = store_of(note).read_version(note) or (b"", None)
-    if says_committed(data):
-        if check_claim is None:
-            text = "the step is committed again"
+    if check_claim is None:
+        if version is None:
+            text = "the step is gone"
+            raise FileNotFoundError(errno.ENOENT, text, os.fspath(step))
+        if not says_removed(data):
+            text = "the folder is in use again"
             raise FileExistsError(errno.EEXIST, text, os.fspath(step))
+    elif says_committed(data):
         removing = data.removesuffix(_COMMITTED) + _REMOVING
         version = store_of(note).swap(note, removing, version)
         try:
@@ -116,8 +126,13 @@ def begin_removal(step: AnyPath, check_claim: Callable[[], None] | None) -> None
                 store_of(note).swap(note, data, version)
             raise
     elif not data.endswith(_REMOVING):
-        return  # Orbax's file commits the step, or nothing does
-    store_of(note).swap(note, names.REMOVED, version)
+        # Orbax's file commits the step, or nothing does.
+        store_of(step).remove_file(step / names.ORBAX_COMMITTED)
+        return version
+    # If that fails, the step is none any more all the same.
+    with contextlib.suppress(OSError):
+        version = store_of(note).swap(note, names.REMOVED, version)
+    return version
 
 
 def is_committed(step: AnyPath, held: Collection[str] | None = None) -> bool:

@@ -18,7 +18,7 @@ from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import Preserving, children_first
 from cnr_jax.repository.upkeep.aside import clear_aside
-from cnr_jax.repository.upkeep.removal import remove_in_place
+from cnr_jax.repository.upkeep.removal import Remover
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
 
@@ -42,7 +42,7 @@ class Retirement:
         check_deletion(steps.root, steps.options)
         # Names of folders that were set aside, but not by this run.
         self._not_ours: set[str] = set()
-        if writer.remover is not None:
+        if isinstance(writer.remover, Remover):
             given = steps.options.num_deletion_threads
             writer.remover.threads = given or writer.remover.threads
 
@@ -186,11 +186,8 @@ class Retirement:
                 yield numbers[directory], stay[directory]
 
     def _remove(self, directory: str) -> None:
-        self._writer.check_removal(directory)
         options, remover = self._steps.options, self._writer.remover
-        if remover is None:
-            remove_in_place(self._steps.root / directory, self._writer.check_claim)
-        elif options.todelete_subdir is not None:
+        if options.todelete_subdir is not None and isinstance(remover, Remover):
             remover.keep(directory, options.todelete_subdir)
         else:
             remover.remove(directory, background=options.enable_background_delete)

@@ -36,7 +36,6 @@ from cnr_jax.repository.store import (
 from cnr_jax.repository.store.checked import read_checked
 from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.repository.upkeep.prune import claimed, item_of
-from cnr_jax.repository.upkeep.removal import remove_in_place
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import count_of
 
@@ -328,11 +327,7 @@ def _merge(
 
 def _remove(root: AnyPath, writer: RootWriter, ledger: Ledger, directory: str) -> None:
     """Removes a step directory for which another one stands."""
-    writer.check_removal(directory)
-    if writer.remover is None:
-        remove_in_place(root / directory, writer.check_claim)
-    else:
-        writer.remover.remove(directory, background=False)
+    writer.remover.remove(directory, background=False)
     ledger.forget(directory)
 
 

@@ -32,7 +32,6 @@ from cnr_jax.repository.store import (
 )
 from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.claim import read_writer
-from cnr_jax.repository.upkeep.removal import remove_in_place
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger
 
@@ -327,11 +326,7 @@ class Copier:
         return may_hold(self.there, entry, place=place, source=source, item=item)
 
     def _remove(self, directory: str) -> None:
-        self.writer.check_removal(directory)
-        if self.writer.remover is None:
-            remove_in_place(self._target / directory, self.writer.check_claim)
-        else:
-            self.writer.remover.remove(directory, background=False)
+        self.writer.remover.remove(directory, background=False)
         self.there.forget(directory)
 
     def retire(self, keep: int, min_fulls: int = 1) -> list[int]:

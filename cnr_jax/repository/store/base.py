@@ -308,8 +308,17 @@ class Store(Protocol):
         """
         ...
 
-    def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
-        """Removes a folder with its contents, or a link; returns the errors of what remains."""
+    def remove_tree(
+        self, path: AnyPath, threads: int = 1, attempt: Any = None
+    ) -> list[OSError]:
+        """Removes a folder with its contents, or a link; returns the errors of what remains.
+
+        Args:
+            path: path of the folder.
+            threads: number of threads that delete at the same time.
+            attempt: version of the file of an attempt in the folder. Once it has another one,
+                somebody else writes there, and nothing more is removed. None: not known.
+        """
         ...
 
     # TensorStore.

@@ -235,27 +235,32 @@ class BucketStore(Objects):
         with contextlib.suppress(FileNotFoundError):
             bucket_clients.asked(path, bucket_clients.client_of(path).delete, key)
 
-    def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
+    def remove_tree(
+        self, path: AnyPath, threads: int = 1, attempt: Any = None
+    ) -> list[OSError]:
         try:
             markers, rest = self._keys(path)
             # Manifests go first: a child is then read from the step that stands for this one.
             first = [key for key in rest if key.endswith(f"/{names.MANIFEST}")]
             rest = [key for key in rest if not key.endswith(f"/{names.MANIFEST}")]
-            attempt = f"{_split(path)[1]}/{names.ATTEMPT}"
-            if attempt in markers:
-                # Written first and removed last, so that what a killed program leaves is known.
-                note = path / names.ATTEMPT
-                data, version = self.read_version(note) or (b"", None)
-                if data != names.REMOVED:
-                    version = self.swap(note, names.REMOVED, version)
-                self._delete(path, first)
-                self._delete(path, [key for key in markers + rest if key != attempt])
-                # Another program may have begun to write there again meanwhile.
-                if self.read_version(note) == (names.REMOVED, version):
-                    self._delete(path, [attempt])
+            note = path / names.ATTEMPT
+            last = [key for key in markers if key.endswith(f"/{names.ATTEMPT}")]
+            if not last and attempt is None:
+                for keys in (markers, first + rest):
+                    self._delete(path, keys)
                 return []
-            for keys in (markers, first + rest):
+            # The note is written first and removed last, so that what a killed program leaves is
+            # known. Another program may take the folder over meanwhile, by another note.
+            held = self.read_version(note) or (b"", None)
+            if attempt not in (None, held[1]):
+                return []
+            if held[0] != names.REMOVED:
+                held = names.REMOVED, self.swap(note, names.REMOVED, held[1])
+            for keys in (first, [k for k in markers + rest if k not in last]):
                 self._delete(path, keys)
+                if self.read_version(note) != held:
+                    return []
+            self._delete(path, last)
         except FileNotFoundError:
             pass
         except OSError as error:

@@ -328,7 +328,9 @@ class LocalStore(Streams):
     def remove_folder(self, path: AnyPath) -> None:
         os.rmdir(os.fspath(path))
 
-    def remove_tree(self, path: AnyPath, threads: int = 1) -> list[OSError]:
+    def remove_tree(
+        self, path: AnyPath, threads: int = 1, attempt: Any = None
+    ) -> list[OSError]:
         failed: list[OSError] = []
         folders, files = self._walk(path, failed)
         try:

@@ -23,7 +23,6 @@ from cnr_jax.repository.orbax_steps import way_on
 from cnr_jax.repository.step import read_committed
 from cnr_jax.repository.upkeep.aside import aside_of_run, check_is_here
 from cnr_jax.repository.upkeep.claim import WritingLock, read_writer
-from cnr_jax.repository.upkeep.removal import remove_in_place
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import count_of
 
@@ -191,11 +190,7 @@ def prune(
             steps = children_first(ledger, (n for n in going if n in ledger.entries))
             # Folders that were set aside go first: they may rest on steps, but no step on them.
             for name in [*(n for n in going if n not in ledger.entries), *steps]:
-                writer.check_removal(name)
-                if writer.remover is None:
-                    remove_in_place(path / name, writer.check_claim)
-                else:
-                    writer.remover.remove(name, background=False)
+                writer.remover.remove(name, background=False)
                 ledger.forget(name)
                 deleted.append(name)
     return PrunePlan(root=os.fspath(path), fates=fates, is_done=True)

@@ -1,8 +1,9 @@
 """Removal of directories of a root, such that no crash leaves half of one that looks like a step.
 
 A directory is renamed to a name that no reader lists, the root is synced, and only then are its
-files deleted. A later save deletes what a crash leaves of it. It also clears what else earlier
-runs, or failed saves of this one, have left beside whole steps.
+files deleted. Where folders cannot be renamed, the commit of the step is taken back instead. A
+later save deletes what a crash leaves of it. It also clears what else earlier runs, or failed saves
+of this one, have left beside whole steps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from cnr_jax.format import names
 from cnr_jax.repository import layout, markers, store
@@ -24,6 +26,10 @@ from cnr_jax.texts import logger
 _log = logger(__name__)
 # Folders that are looked at at the same time where each look is a request.
 _AT_ONCE = 16
+_LEFT = (
+    "%s is removed, but not all of its files could be deleted: %s; the next removal, or the first"
+    " save of the next manager, tries again"
+)
 
 
 class Remover:
@@ -31,13 +37,17 @@ class Remover:
 
     Args:
         root: root that holds the step directories.
+        before: function that is called with the name of a directory right before that is removed;
+            if it raises an error, the directory stays.
 
     Attributes:
         threads: number of threads that delete files at the same time.
     """
 
-    def __init__(self, root: store.AnyPath) -> None:
-        self._store = store.store_of(root)
+    def __init__(
+        self, root: store.AnyPath, before: Callable[[str], object] = lambda _: None
+    ) -> None:
+        self._store, self._before = store.store_of(root), before
         self._root = self._store.quick(root)
         self.threads = min(16, max(1, (os.cpu_count() or 4) // 2))
         self._purger = _Purger(self.purge)
@@ -54,7 +64,9 @@ class Remover:
         Raises:
             OSError: if the directory cannot be renamed; it is then there as before. If files of it
                 cannot be deleted, that is only logged, and the next manager tries again.
+            CnrError: as `before` raises.
         """
+        self._before(directory)
         renamed = self.set_aside(directory)
         if background:
             self.purge_later(renamed.name)
@@ -65,8 +77,9 @@ class Remover:
         """Moves a directory durably to a folder of the root, where it is no longer a step.
 
         Raises:
-            OSError: as for `remove`.
+            OSError, CnrError: as for `remove`.
         """
+        self._before(directory)
         if not store.exists(self._root / folder):
             self._store.make_folder(self._root / folder)
             store.sync_directory(self._root)
@@ -151,25 +164,90 @@ class Remover:
         self._purger.close()
 
 
-def remove_in_place(
-    step: store.AnyPath, check_claim: Callable[[], None] | None
-) -> None:
-    """Removes a step where folders cannot be renamed, starting with the file that commits it.
+class InPlaceRemover:
+    """Remover of steps below one root, in a store that cannot rename them.
 
     Args:
-        step: path of the step.
-        check_claim: function that raises an error if another manager has taken over the root;
-            None: only a removal that has begun goes on.
-
-    Raises:
-        WriterError: if another manager has taken over the root; the step stays.
-        OSError: if a file of the step cannot be removed.
+        root: root that holds the step directories.
+        before: as `Remover` takes it.
+        check_claim: function that raises an error if another manager has taken over the root.
     """
+
+    def __init__(
+        self,
+        root: store.AnyPath,
+        before: Callable[[str], object],
+        check_claim: Callable[[], None],
+    ) -> None:
+        self._root, self._before, self._check_claim = root, before, check_claim
+        # Removed steps of which files are left.
+        self._left: set[str] = set()
+
+    def remove(self, directory: str, *, background: bool = False) -> None:
+        """Removes a step, which is gone for every reader when this returns.
+
+        Files that cannot be deleted are tried again with the next step.
+
+        Args:
+            directory: name of the step's directory.
+            background: is not used: deleting takes a few requests.
+
+        Raises:
+            WriterError: if another manager has taken over the root; the step stays.
+            OSError: if its commit cannot be taken back; it is then there as before. If files of it
+                cannot be deleted, that is only logged.
+            CnrError: as `before` raises.
+        """
+        self._before(directory)
+        step = self._root / directory
+        version = markers.begin_removal(step, self._check_claim)
+        left, self._left = self._left - {directory}, set()
+        if not _empty(step, version):
+            self._left.add(directory)
+        self._left |= {name for name in left if not go_on(self._root / name)}
+
+    def close(self) -> None:
+        """Does nothing: the next manager that saves goes on with what could not be deleted."""
+
+
+def remover_for(
+    root: store.AnyPath,
+    before: Callable[[str], object],
+    check_claim: Callable[[], None],
+) -> Remover | InPlaceRemover:
+    """Remover of the steps below a root; see the classes for the arguments."""
+    if store.can(root).renames:
+        return Remover(root, before)
+    return InPlaceRemover(root, before, check_claim)
+
+
+def go_on(step: store.AnyPath) -> bool:
+    """Goes on with a removal that was cut short, in a store that cannot rename folders.
+
+    Returns:
+        Whether nothing is left of the step, or the folder is in use again.
+    """
+    try:
+        return _empty(step, markers.begin_removal(step, None))
+    except (FileNotFoundError, FileExistsError):
+        return True
+    except OSError as error:
+        _log.error(_LEFT, step, error)
+        return False
+
+
+def _empty(step: store.AnyPath, attempt: Any) -> bool:
+    """Deletes the files of a step whose commit was taken back; returns whether all are gone."""
     kept = store.store_of(step)
-    markers.begin_removal(step, check_claim)
-    kept.remove_file(step / names.ORBAX_COMMITTED)
-    for error in kept.remove_tree(step):
-        raise error
+    try:
+        # Plain Orbax goes by this file.
+        kept.remove_file(step / names.ORBAX_COMMITTED)
+        failed = kept.remove_tree(step, attempt=attempt)
+    except OSError as error:
+        failed = [error]
+    if failed:
+        _log.error(_LEFT, step, failed[0])
+    return not failed
 
 
 def end_attempts(
@@ -213,15 +291,8 @@ def end_attempts(
     with ThreadPoolExecutor(_AT_ONCE, "cnr_stop") as pool:
         steps = [root / name for name in sorted(found)]
         for step, data in zip(steps, pool.map(look, steps), strict=True):
-            if not markers.says_removed(data):
-                continue
-            try:
-                remove_in_place(step, None)
-            except OSError as error:
-                _log.warning(
-                    "what is left of a removed step stays until the next manager saves: %s",
-                    error,
-                )
+            if markers.says_removed(data):
+                go_on(step)
 
 
 def _removed(directory: str) -> str:

@@ -7,7 +7,7 @@ import threading
 
 from cnr_jax.format import names
 from cnr_jax.repository.store import AnyPath, exists, store_of
-from cnr_jax.repository.upkeep.removal import Remover
+from cnr_jax.repository.upkeep.removal import InPlaceRemover, Remover
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -20,12 +20,13 @@ class Unfinished:
 
     Args:
         root: root that holds the step directories.
-        remover: remover that renames the folders, and deletes them in the background. None, as in
-            storage services: the caller of `clear` deletes them where they are.
+        remover: remover of the root. One that renames folders deletes them in the background. If
+            folders cannot be renamed, the caller of `clear` deletes them where they are.
     """
 
-    def __init__(self, root: AnyPath, remover: Remover | None) -> None:
-        self._root, self._remover = root, remover
+    def __init__(self, root: AnyPath, remover: Remover | InPlaceRemover) -> None:
+        self._root = root
+        self._remover = remover if isinstance(remover, Remover) else None
         # For each name, whether the folder was gone when `clear` looked last.
         self._gone: dict[str, bool] = {}
         self._waits = False

@@ -35,10 +35,12 @@ from cnr_jax.repository.upkeep.claim import (
     other_writer,
 )
 from cnr_jax.repository.upkeep.removal import (
+    InPlaceRemover,
     Remover,
     clear,
     end_attempts,
     find_leftovers,
+    remover_for,
 )
 from cnr_jax.repository.upkeep.trial import check_conditions
 from cnr_jax.repository.upkeep.unfinished import Unfinished
@@ -72,8 +74,8 @@ class RootWriter:
         stops: whether a claim stops saves of others in a bucket.
         root: root of the manager; None until the first save or restore sets it.
         is_step: function that says whether a name is that of a step; None: `names.may_be_step`.
-        remover: remover of what the root no longer needs. None as long as there is no root, and in
-            storage services, where a directory cannot be renamed at once.
+        remover: remover of steps, which are removed only while the claim is this manager's; there
+            once the root is known.
         place: the root and the item, without a step.
         ledger: ledger of the root.
         writes: whether this process touches the root, once the item is known.
@@ -88,6 +90,7 @@ class RootWriter:
     _claim: Claim
     _lock: WritingLock
     _unfinished: Unfinished
+    remover: Remover | InPlaceRemover
 
     def __init__(
         self,
@@ -100,7 +103,6 @@ class RootWriter:
         self.stops = not single
         self.root: AnyPath | None = None
         self.is_step: Callable[[str], bool] | None = None
-        self.remover: Remover | None = None
         self.place: Place | None = None
         self.ledger: Ledger | None = None
         self.gaps = Gaps()
@@ -125,7 +127,7 @@ class RootWriter:
 
     def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
         """Sets the root that saves go to; `serve` sets the item later."""
-        self.remover = Remover(root) if can(root).renames else None
+        self.remover = remover_for(root, self.check_removal, self.check_claim)
         self.root, self.is_step = root, is_step
 
     def open(self, root: AnyPath, item: str) -> Ledger:
@@ -266,7 +268,7 @@ class RootWriter:
             self._unfinished.forget(own)
         self._unfinished.clear()
         self._unfinished.wait_for_room()
-        if not self._is_alone and self.remover is None:
+        if not self._is_alone and not can(root).renames:
             # Before the refresh, which finds what they have committed by now.
             known = {e.directory for e in ledger.committed() if self._is_of_epoch}
             known |= {own or ""}
@@ -320,7 +322,7 @@ class RootWriter:
     def _tidy_up(self, own: str | None) -> None:
         """Deletes what killed programs have left."""
         root, _, ledger = self._known()
-        if self.remover is None:
+        if not isinstance(self.remover, Remover):
             self._show_newest()
             return
         # Without locks, a manager that is not known to have ended may still be writing.
@@ -488,11 +490,7 @@ class RootWriter:
             )
 
     def _bring_back(self) -> bool:
-        """Brings back the steps that were moved aside for a save that is not committed.
-
-        Returns:
-            Whether steps have come or gone.
-        """
+        """Brings back what was moved aside for an uncommitted save; returns whether it did."""
         aside = self._claim.aside
         if aside is None or not self._is_own():
             return False
@@ -510,7 +508,7 @@ class RootWriter:
         if not self.writes:
             return
         self._unfinished.add(folder)
-        if self.remover is None:
+        if not isinstance(self.remover, Remover):
             return  # each look is a request, for which the report of the failure would wait
         held = self._lock.is_held
         try:
@@ -596,5 +594,5 @@ class RootWriter:
         """Waits for deletions in the background, and frees the lock."""
         self._writing.clear()
         self.end_writing()
-        if self.remover is not None:
+        if self.root is not None:
             self.remover.close()
