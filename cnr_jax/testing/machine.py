@@ -37,6 +37,8 @@ from cnr_jax.testing.setup import Setup
 _INDEX = st.integers(0, 5)
 _GAP = st.sampled_from([1, 1, 2, 3])
 _NTH = st.integers(1, 60)
+# A save or a deletion in a bucket makes fewer requests than calls on a disk.
+_NTH_REQUEST = st.integers(1, 25)
 
 
 class RunMachine(RuleBasedStateMachine):
@@ -174,6 +176,17 @@ class BucketMachine(RunMachine):
         """Goes on from an older step, and saves the number that follows it again."""
         self.player.restore(index)
         self.train_and_save(seed, 1)
+
+    @rule(seed=st.integers(0, 2**16), nth=_NTH_REQUEST, after=st.booleans(), gap=_GAP)
+    def crash_while_saving(self, seed: int, nth: int, after: bool, gap: int) -> None:
+        """A process that dies in a save."""
+        self.player.train(seed)
+        self.player.crash_while_saving(nth=nth, after=after, gap=gap)
+
+    @rule(index=_INDEX, nth=_NTH_REQUEST, after=st.booleans())
+    def crash_while_deleting(self, index: int, nth: int, after: bool) -> None:
+        """A process that dies in a deletion."""
+        self.player.crash_while_deleting(index, nth=nth, after=after)
 
     @rule(
         kind=st.sampled_from(["lost", "old", "foreign"]),
