@@ -45,6 +45,8 @@ from cnr_jax.repository.store import (
 from cnr_jax.repository.upkeep import writer as writer_module
 from cnr_jax.repository.upkeep.removal import go_on
 from cnr_jax.repository.upkeep.writer import RootWriter
+from cnr_jax.testing import inprocess
+from cnr_jax.testing.faults import Fault
 
 from . import bucket_program
 from .bucket_proxy import KEY, SECRET, FolderProxy, Proxy
@@ -416,12 +418,17 @@ def test_a_move_that_is_cut_short_leaves_one_whole_step(
 class Ends:
     """A client that ends its program, so to say, after some changes."""
 
-    def __init__(self, client: Any, left: Iterator[int]) -> None:
-        self._client, self._left = client, left
+    def __init__(
+        self,
+        client: Any,
+        left: Iterator[int],
+        error: type[BaseException] = InterruptedError,
+    ) -> None:
+        self._client, self._left, self._error = client, left, error
 
     def __getattr__(self, name: str) -> Any:
         if name in ("copy", "delete", "put") and next(self._left, None) is None:
-            raise InterruptedError
+            raise self._error
         return getattr(self._client, name)
 
 
@@ -553,6 +560,100 @@ def test_a_removal_that_is_cut_short_leaves_a_whole_step_or_none(
                 assert not (is_there and kinds)
     assert seen == {True, False} and next(count, None) is not None, "all of it was done"
     assert held(where) == ["0", names.CATALOGUE, names.WRITER]
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        "retention",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("deletion", "interrupt")
+        ),
+    ],
+)
+def test_a_step_whose_removal_fails_is_whole_or_none(
+    tiny_run: Any, bucket: epath.Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Storage fails from any request on; the next removal, or manager, goes on with it."""
+    real, seen = bucket_clients.client_of, set[bool]()
+    error = KeyboardInterrupt if by == "interrupt" else InterruptedError
+    # Retention removes the step before, after a save.
+    retires = by == "retention"
+    first, going = (8, 0) if retires else (0, 1)
+    for left in range(first, 40):
+        run, count, where = tiny_run(), iter(range(left)), bucket / f"{by}{left}"
+        told = {"max_to_keep": 1} if retires else None
+        with case_of(left), run.open(str(where), told, policy=cnr.Full()) as manager:
+            run.run(manager, range(1 if retires else 2))
+            monkeypatch.setattr(
+                bucket_clients,
+                "client_of",
+                lambda bucket, count=count: Ends(real(bucket), count, error),
+            )
+            with contextlib.suppress(error, errors.SaveError):
+                if retires:
+                    run.run(manager, [1])
+                else:
+                    manager.delete(1)
+            monkeypatch.undo()
+            whole = [each.step for each in cnr.describe(where).steps]
+            assert manager.all_steps() == whole
+            seen.add(going in whole)
+            for step in whole:
+                run.check(manager, step)
+            run.run(manager, [2])
+            whole = [each.step for each in cnr.describe(where).steps]
+            assert manager.all_steps() == whole and whole[-1] == 2
+            assert not retires or (whole == [2] and "0" not in held(where))
+            assert consequences(where) == []
+        with case_of(left), run.open(str(where), policy=cnr.Full()) as manager:
+            assert manager.all_steps() == whole
+            run.restore(manager, None)
+            run.run(manager, [3])
+            assert (str(going) in held(where)) == (going in whole)
+        if next(count, None) is not None:
+            break
+    assert seen == {True, False} and left < 39, "all of it was done"
+
+
+def test_a_step_of_which_nothing_is_known_when_its_removal_fails_counts_again(
+    tiny_run: Any,
+    root: epath.Path,
+    proxy: Proxy,
+    impatient: None,
+) -> None:
+    run = tiny_run()
+    with run.open(str(root), policy=cnr.Full()) as manager:
+        run.run(manager, range(2))
+        proxy.harm = lambda kind, path, *_: 503 if "/1/" in path else None
+        with pytest.raises(errors.RootError, match="answer 503"):
+            manager.delete(1)
+        assert manager.all_steps() == [0], "perhaps it is none any more"
+        proxy.harm = lambda *_: None
+        run.run(manager, [2])
+        assert manager.all_steps() == [0, 1, 2]
+        run.check(manager, 1)
+
+
+def test_no_save_rests_on_a_step_whose_removal_is_cut_short(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    """A rule that does not keep the newest step lets go of the one that the next would rest on."""
+    run, best = tiny_run(), {"best_fn": lambda metrics: metrics["auc"]}
+    with run.open(str(root), best | {"max_to_keep": 1}) as manager:
+        run.run(manager, [0], metrics={"auc": 0.5})
+        away = Fault("unlink", action="EIO", times=0, match="/1/")
+        with inprocess.failing(str(root), away):
+            run.run(manager, [1], metrics={"auc": 0.1})
+        assert manager.all_steps() == [0] and manager.last_report.outcome == "dropped"
+        for step in (2, 3):
+            run.run(manager, [step], metrics={"auc": 0.5 + step})
+            assert cnr.describe(root).steps[-1].restorable
+            run.check(manager, step)
+    with run.open(str(root)) as manager:
+        run.check(manager, 3)
+    assert consequences(root) == []
 
 
 # ---- attempts -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from cnr_jax.cli.app import app
 from cnr_jax.format import names
 from cnr_jax.repository.committer import ConditionalCommitter
 from cnr_jax.repository.layout import open_root
+from cnr_jax.repository.markers import is_committed
 from cnr_jax.repository.mirroring import copier as copier_module
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.mirroring.step_files import Meter
@@ -470,6 +471,28 @@ def test_retention_of_its_own(tiny_run: Any, root: Path, far: epath.Path) -> Non
     fresh = far.parent / "fresh"
     report = cnr.mirror(root, str(fresh), keep=1)
     assert report.copied_steps == 2 and steps_in(fresh) == ["4", "5"]
+
+
+def test_no_copy_rests_on_a_step_whose_removal_is_cut_short(
+    tiny_run: Any, root: Path, bucket: epath.Path
+) -> None:
+    """The run goes back to a step that the mirror, which keeps fewer, has begun to remove."""
+    run, far = tiny_run(), bucket / "far"
+    with run.open(root, mirror=str(far), mirror_keep=1) as manager:
+        run.run(manager, [0])
+        caught_up(manager)
+        away = Fault("unlink", action="EIO", times=0, match="/far/0/")
+        with inprocess.failing(str(far), away):
+            run.train(1)
+            manager.save(1, args=cnr.args.Save(run.state, run.touched, full=True))
+            until(lambda: not is_committed(far / "0"))
+        run.restore(manager, 0)
+        run.run(manager, [2])
+        assert manager.last_report.parent == 0
+        caught_up(manager)
+    assert harm(far) == []
+    with run.open(str(far)) as manager:
+        run.check(manager, 2)
 
 
 def test_what_a_rollback_set_aside_goes_with_other_steps(
