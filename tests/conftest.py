@@ -6,6 +6,7 @@ What is compiled is shared by all processes of a run, and compiled quickly.
 from __future__ import annotations
 
 import os
+import importlib.metadata
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,12 +16,15 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 # Most of the time of a run is compiling, for tables of a few rows: XLA makes the same programs in
 # half of the time where it optimises little, and in two thirds of that where it does not split
-# them, to compile the parts beside each other. `CNR_OPTIMIZED=1` leaves all to XLA, as users do.
-_LITTLE = (
+# them, to compile the parts beside each other. `CNR_OPTIMIZED=1` leaves all to XLA, as users do,
+# and so does a GPU.
+_LITTLE = [
     "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
-)
+]
+# A program that names a flag which XLA does not know is ended. jaxlib 0.11.2 no longer has this.
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+    _LITTLE.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def xla_flags(given: str = "") -> str:
