@@ -27,7 +27,7 @@ from cnr_jax.errors import OptionError, StateMismatchError
 from cnr_jax.given import TableOptions
 from cnr_jax.options import Options, checked
 from cnr_jax.rows.codecs import Asymmetric, Codec, Greedy, KMeans
-from cnr_jax.rows.tiling import chunk_rows, own_settings, padded
+from cnr_jax.rows.tiling import chunk_rows, in_host_memory, own_settings, padded
 from cnr_jax.state.table import Table, Tables, check_tables, split
 from cnr_jax.texts import logger
 
@@ -254,7 +254,10 @@ def _sample(table: Table, data: Any) -> np.ndarray:
             start, stop, _ = shard.index[0].indices(data.shape[0])
             here = (start <= rows) & (rows < stop)
             at = np.where(here, rows - start, 0).astype(np.int32)
-            taken = np.asarray(_take(shard.data, jax.device_put(at, shard.device)))
+            if in_host_memory(shard.data.sharding):
+                taken = np.asarray(shard.data)[at]
+            else:
+                taken = np.asarray(_take(shard.data, jax.device_put(at, shard.device)))
             found[(here, *shard.index[1:])] = taken[here]
     return of_all(found).reshape(len(rows), -1)
 

@@ -28,6 +28,7 @@ from cnr_jax.rows.tiling import (
     box_of,
     group_tiles,
     own_tiles,
+    place_of,
 )
 from cnr_jax.state.table import Tables
 
@@ -159,7 +160,7 @@ class Tiling:
             size, word = _row_words(tuple(row), leaf.dtype)
             nbytes = size * leaf.dtype.itemsize
             words.append((rows, nbytes // word.itemsize, word))
-            wheres.append(way(device, rows * nbytes))
+            wheres.append(place_of(way, device, rows * nbytes, [sharding]))
         self.numbers = {group: tuple(found) for group, found in of_groups.items()}
         self.range_of, self.firsts = tuple(range_of), tuple(firsts)
         self.wheres, self._words = tuple(wheres), tuple(words)

@@ -342,6 +342,23 @@ def ahead_of_time(program: Any, *arguments: Any) -> Callable[..., Any]:
     return program.lower(*arguments).compile()
 
 
+def in_host_memory(sharding: Sharding) -> bool:
+    """Whether a sharding keeps arrays not in the memory of their devices but in that of the host.
+
+    Example:
+        >>> one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        >>> in_host_memory(one), in_host_memory(one.with_memory_kind("pinned_host"))
+        (False, True)
+    """
+    own = next(iter(sharding.device_set)).default_memory().kind
+    return sharding.memory_kind not in (None, own)
+
+
+def in_memory_of(device: jax.Device, sharding: Sharding) -> Sharding:
+    """Sharding of what one device holds of an array, in the same kind of memory."""
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+
 def is_on_host(shard: jax.Array) -> bool:
     """Whether an array on one device is in memory that numpy sees without a copy."""
     return next(iter(shard.devices())).platform == "cpu"
@@ -374,7 +391,8 @@ def placing(asked: str) -> Way:
 
     Args:
         asked: `Options.staging`. `"auto"` means in the background on CPU; elsewhere it means at
-            once on the device, unless the shard is small.
+            once on the device, unless the shard is small. Rows in host memory stay there: see
+            `place_of`.
     """
 
     def way(device: jax.Device, size: int) -> Where:
@@ -384,3 +402,14 @@ def placing(asked: str) -> Way:
         return "host" if small or device.platform == "cpu" else "device"
 
     return way
+
+
+def place_of(
+    way: Way, device: jax.Device, size: int, shardings: Iterable[Sharding]
+) -> Where:
+    """Chooses where rows of a device are handled, given the shardings of all leaves they are in.
+
+    Programs of a device take no arrays in memory of the host, as slots may be that it has no room
+    for.
+    """
+    return "host" if all(map(in_host_memory, shardings)) else way(device, size)

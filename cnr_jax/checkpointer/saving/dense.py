@@ -201,7 +201,7 @@ def _bytes_of(
         yield from _copies(_flat(data), buffers)
     elif data.nbytes <= limit_bytes or not data.ndim:
         yield DenseBytes(_flat(data))
-    elif tiling.is_on_host(data):
+    elif tiling.is_on_host(data) or tiling.in_host_memory(data.sharding):
         yield from _copies(_flat(data), buffers)
     else:
         rows = max(1, min(limit_bytes, _AHEAD_BYTES) * len(data) // data.nbytes)

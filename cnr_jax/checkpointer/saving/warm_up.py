@@ -31,6 +31,7 @@ from cnr_jax.rows.tiling import (
     group_tiles,
     own_settings,
     own_tiles,
+    place_of,
     placing,
 )
 from cnr_jax.rows.touched import stamp_sharding
@@ -70,7 +71,8 @@ def programs(
         if isinstance(codec, Residual):
             yield from residual_programs(codec, leaf.dtype, width, dithered)
             codec, dithered = Raw(), False
-        if way(device, math.prod(shape) * leaf.dtype.itemsize) == "host":
+        size = math.prod(shape) * leaf.dtype.itemsize
+        if place_of(way, device, size, [leaf.sharding]) == "host":
             yield from host_programs(codec, leaf.dtype, width, dithered)
         else:
             yield from device_programs(codec, shape, leaf.dtype, device, dithered)

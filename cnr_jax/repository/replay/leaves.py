@@ -47,7 +47,7 @@ from cnr_jax.repository.replay.regions import (
 )
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
-from cnr_jax.rows.tiling import aligned_empty
+from cnr_jax.rows.tiling import aligned_empty, in_host_memory, in_memory_of
 
 # Decoded bytes of a leaf on this process below which it is decoded on the host. To compile a
 # program for its shape (0.1 s) would take longer, and a thousand tables would need a thousand.
@@ -121,10 +121,15 @@ def _restore_large(wanted: WantedLeaf, abstract: Abstract) -> jax.Array:
     for box, devices in local_boxes(sharding, abstract.shape).items():
         region = region_of(wanted, box)
         raw = isinstance(region.encodings[0].codec, Raw)
-        if _is_host(devices[0]) and (raw or len(region.pieces) > 1):
-            # Raw rows need no program, and no single call could return several pieces at once.
+        if in_host_memory(sharding) or (
+            _is_host(devices[0]) and (raw or len(region.pieces) > 1)
+        ):
+            # Raw rows need no program, and no single call could return several pieces at once. What
+            # is kept in memory of the host may not fit into that of its device.
             rows = _host_region(wanted, region)
-            arrays |= {device: jax.device_put(rows, device) for device in devices}
+            for device in devices:
+                place = in_memory_of(device, sharding)
+                arrays[device] = jax.device_put(rows, place)
         else:
             group = large.setdefault(region.alike, [])
             group.extend((device, region) for device in devices)
@@ -385,7 +390,7 @@ def placed(
             whole[i] = next(iter(found.values()))
         else:
             shards = {
-                device: jax.device_put(found[box], device)
+                device: jax.device_put(found[box], in_memory_of(device, each.sharding))
                 for box, devices in local_boxes(each.sharding, each.shape).items()
                 for device in devices
             }

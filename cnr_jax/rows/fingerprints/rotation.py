@@ -44,6 +44,7 @@ from cnr_jax.rows.tiling import (
     aligned_empty,
     group_tiles,
     host_device,
+    place_of,
 )
 
 # Bytes of rows that are hashed at once, and a divisor of the number of rows: so programs are few.
@@ -327,7 +328,8 @@ def programs(tiles: Iterable[OwnTile], limit_bytes: int, way: Way) -> Iterator[P
             leaf, whole = tile.leaf, tile.table.leaf
             assert leaf.sharding is not None and whole.sharding is not None
             shape = leaf.sharding.shard_shape(leaf.shape)
-            if way(group.device, math.prod(shape) * leaf.dtype.itemsize) == "device":
+            size = math.prod(shape) * leaf.dtype.itemsize
+            if place_of(way, group.device, size, [leaf.sharding]) == "device":
                 rows = windows[group].read_rows
                 yield gather_program, (shape, leaf.dtype, group.device, rows)
             stamps = whole.sharding.shard_shape(whole.shape)[:1]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from cnr_jax.rows.fingerprints.chunks import (
     Hashed,
@@ -28,6 +29,8 @@ from cnr_jax.rows.tiling import (
     aligned_empty,
     bytes_in,
     compiled,
+    in_host_memory,
+    place_of,
 )
 
 
@@ -58,11 +61,20 @@ def hash_tiles(
         return hash_chunks(spans, seed, before, tagged)
     kinds = tuple((x.shape, x.dtype, first, rows) for x, first, rows in spans)
     program = _device_program(kinds, device, tagged)
-    hashes, tags = program(jax.device_put(seed, device), *(x for x, _, _ in spans))
+    data = [_on_device(x, device) for x, _, _ in spans]
+    hashes, tags = program(jax.device_put(seed, device), *data)
     differ = None
     if before is not None:
         differ = _bits_program(hashes.shape[0], device)(hashes, before)
     return Hashed(hashes, tags, differ)
+
+
+def _on_device(data: jax.Array, device: jax.Device) -> jax.Array:
+    """A shard in memory of its device, where it is for as long as it is hashed if not anyway."""
+    if not in_host_memory(data.sharding):
+        return data
+    own = device.default_memory().kind
+    return jax.device_put(data, SingleDeviceSharding(device, memory_kind=own))
 
 
 @functools.cache
@@ -150,7 +162,8 @@ def programs(
             assert tile.leaf.sharding is not None
             shapes.append(tile.leaf.sharding.shard_shape(tile.leaf.shape))
         rows = tiles[0].rows[1] - tiles[0].rows[0]
-        if way(device, bytes_in(tiles)) == "device":
+        held = [tile.leaf.sharding for tile in tiles if tile.leaf.sharding]
+        if place_of(way, device, bytes_in(tiles), held) == "device":
             # Shards are of one size and in order: the remainder is the row of its shard at which
             # a tile starts.
             spans = tuple(

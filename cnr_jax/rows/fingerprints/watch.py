@@ -26,7 +26,15 @@ from cnr_jax.rows.fingerprints.tiles import (
     tags_of,
 )
 from cnr_jax.rows.shards import Shards
-from cnr_jax.rows.tiling import Group, OwnTile, Rows, Where, boxes_in, bytes_in
+from cnr_jax.rows.tiling import (
+    Group,
+    OwnTile,
+    Rows,
+    Where,
+    boxes_in,
+    bytes_in,
+    place_of,
+)
 
 
 class Seen(NamedTuple):
@@ -147,9 +155,7 @@ class RowWatch:
         tiling = shards.tiling
         # All devices work before the first one is waited for.
         seen = {
-            group: self._hash(
-                group, own, shards, tiling.way(group.device, bytes_in(own))
-            )
+            group: self._hash(group, own, shards)
             for group, own in tiling.groups.items()
         }
         changed = {
@@ -159,18 +165,21 @@ class RowWatch:
         }
         return Look(seen=seen, changed=changed)
 
-    def _hash(
-        self, group: Group, tiles: tuple[OwnTile, ...], shards: Shards, where: Where
-    ) -> Seen:
+    def _hash(self, group: Group, tiles: tuple[OwnTile, ...], shards: Shards) -> Seen:
+        tiling, rows = shards.tiling, group.rows[1] - group.rows[0]
+        spans = [
+            (shards.data[n], tiling.firsts[n], rows) for n in tiling.numbers[group]
+        ]
+        held = [data.sharding for data, _, _ in spans]
+        where = place_of(tiling.way, group.device, bytes_in(tiles), held)
         known = self._seen.get(group)
         comparable = (
             known is not None
             and known.where == where
             and (known.tiles is tiles or boxes_in(known.tiles) == boxes_in(tiles))
         )
-        tiling, rows = shards.tiling, group.rows[1] - group.rows[0]
         hashed = hash_tiles(
-            [(shards.data[n], tiling.firsts[n], rows) for n in tiling.numbers[group]],
+            spans,
             group.device,
             where,
             self._seed,
