@@ -365,8 +365,14 @@ def is_on_host(shard: jax.Array) -> bool:
 
 
 def host_device() -> jax.Device:
-    """CPU device that encodes the rows that are staged on the host."""
-    return jax.local_devices(backend="cpu")[0]
+    """Device that encodes the rows that are staged on the host: a CPU, if jax has one.
+
+    It has none with `JAX_PLATFORMS=cuda`. The first accelerator then does this work too.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
 
 
 def padded(values: np.ndarray, rows: int) -> np.ndarray:
