@@ -651,6 +651,7 @@ def modules_in(monkeypatch: pytest.MonkeyPatch) -> Any:
         if any(folder in path for folder in folders):
             del sys.modules[name]
 
+    "waiting_device_bytes": "cnr_jax.rows.gather.host.DEVICE_BYTES",
 
 @pytest.fixture
 def benchmarks(modules_in: Any) -> Any:

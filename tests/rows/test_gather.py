@@ -326,3 +326,22 @@ def test_runs_of_both_ways_come_in_order() -> None:
     ]
     expected = np.concatenate([expected_rows(run) for run in runs])
     assert np.concatenate(found).tobytes() == expected.tobytes()
+
+
+def test_chunks_beyond_some_do_not_wait_on_their_device(tiny_limits: Any) -> None:
+    """A train step may need its memory."""
+    values = values_of(300, 6)
+    values[290] = np.nan
+    run = run_of(values, None, Asymmetric(bits=4))
+    tiny_limits(waiting_device_bytes=2 * LARGE * (3 + 2 + 2))
+    chunks = list(gather_chunks([run], "device"))
+    kinds = [isinstance(c.encoded.escaped, np.ndarray) for c in chunks if c.encoded]
+    assert kinds[0] is False and kinds[1:] == [True] * (len(chunks) - 1)
+    tiny_limits(waiting_device_bytes=1 << 30)
+    for found, want in zip(chunks, gather_chunks([run], "device"), strict=True):
+        assert found.nbytes == want.nbytes
+        one, other = encode(found), encode(want)
+        for name, part in one.parts.items():
+            assert part.tobytes() == other.parts[name].tobytes()
+        assert (one.rows is None) == (other.rows is None)
+    assert one.rows is not None and one.rows.tobytes() == values[[290]].tobytes()

@@ -103,6 +103,14 @@ class Chunk:
     sampled: jax.Array | None = None
     keys: np.ndarray | None = None
 
+    def leave_device(self) -> None:
+        """Moves what is on a device to the host; waits for the copies."""
+        if self.encoded is not None:
+            self.encoded = jax.tree.map(np.asarray, self.encoded)
+        for name in ("escaped_rows", "sampled"):
+            array = getattr(self, name)
+            setattr(self, name, None if array is None else np.asarray(array))
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory, on host and device, that this chunk keeps in use."""

@@ -25,6 +25,8 @@ from cnr_jax.rows.tiling import Program, chunk_rows, compiled, padded
 # up to seconds for ten thousand chunks of 2 MiB. Smaller chunks hold the rest of a run, so that no
 # more than twice what is needed is encoded and sent.
 LARGE_BYTES = 64 << 20
+# Encoded bytes of a save that may wait on devices, which a train step may need as a whole.
+DEVICE_BYTES = 256 << 20
 
 
 def gather_on_device(run: Run) -> Iterator[Chunk]:

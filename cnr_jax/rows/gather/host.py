@@ -31,7 +31,7 @@ import numpy as np
 
 from cnr_jax.rows import tiling
 from cnr_jax.rows.gather.chunk import Chunk, HostRows, Run
-from cnr_jax.rows.gather.device import gather_on_device
+from cnr_jax.rows.gather.device import DEVICE_BYTES, gather_on_device
 from cnr_jax.rows.shards import Shards, Tiling, row_words
 from cnr_jax.rows.tiling import (
     Program,
@@ -112,13 +112,19 @@ def gather_chunks(rows: Iterable[HostRows | Run], buffers: Buffers) -> Iterator[
     """Yields all rows, in order, in chunks.
 
     On the host a chunk may hold rows of several tiles, in memory from `buffers`. On a device each
-    tile has its own chunks.
+    tile has its own chunks. The first of them stay there until they are written, as training waits
+    for copies of the others.
     """
+    room = DEVICE_BYTES
     for some in rows:
         if isinstance(some, HostRows):
             yield from _gather_on_host(some, buffers)
-        else:
-            yield from gather_on_device(some)
+            continue
+        for chunk in gather_on_device(some):
+            room -= chunk.nbytes
+            if room < 0:
+                chunk.leave_device()
+            yield chunk
 
 
 def _gather_on_host(some: HostRows, buffers: Buffers) -> Iterator[Chunk]:
