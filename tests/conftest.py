@@ -1,15 +1,18 @@
 """Eight CPU devices for every test, set before jax starts, and temporary files in memory.
 
-What is compiled is shared by all processes of a run, and compiled quickly.
+What is compiled is shared by all processes of a run, and compiled quickly. With
+`JAX_PLATFORMS=cuda,cpu` tests run on a GPU, and those that need more devices than there are skip.
 """
 
 from __future__ import annotations
 
-import os
 import importlib.metadata
+import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The processes that run tests share a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
@@ -29,7 +32,7 @@ if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11
 
 def xla_flags(given: str = "") -> str:
     """`XLA_FLAGS` of a program that a test starts, which compiles as quickly as the tests do."""
-    if os.environ.get("CNR_OPTIMIZED"):
+    if os.environ.get("CNR_OPTIMIZED") or os.environ["JAX_PLATFORMS"] != "cpu":
         return given
     little = (flag for flag in _LITTLE if flag.partition("=")[0] not in given)
     return " ".join((given, *little)).strip()
@@ -76,6 +79,7 @@ import gc  # noqa: E402
 import importlib  # noqa: E402
 import inspect  # noqa: E402
 import itertools  # noqa: E402
+import math  # noqa: E402
 import secrets  # noqa: E402
 import socket  # noqa: E402
 import sys  # noqa: E402
@@ -118,6 +122,46 @@ _LEFT_BY_ORBAX = (
     "ignore::pytest.PytestUnraisableExceptionWarning",
     "ignore::pytest.PytestUnhandledThreadExceptionWarning",
 )
+
+
+# ---- fewer devices than eight, as on a machine with one GPU ------------------------------------
+
+
+def skip_below(count: int) -> None:
+    """Skips a test, or a module, that needs so many devices."""
+    if count > len(_every_device()):
+        why = f"needs {count} devices, there are {len(_every_device())}"
+        pytest.skip(why, allow_module_level=True)
+
+
+class _Devices(list[Any]):
+    """The devices there are; whoever takes one that is not there is skipped."""
+
+    def __getitem__(self, which: Any) -> Any:
+        last = which.stop if isinstance(which, slice) else which + 1
+        skip_below(last or 0)
+        return super().__getitem__(which)
+
+
+_every_device, _make_mesh = jax.devices, jax.make_mesh
+
+
+def _mesh_of_devices(shape: Any, *args: Any, **kwargs: Any) -> Any:
+    skip_below(math.prod(shape))
+    return _make_mesh(shape, *args, **kwargs)
+
+
+def mesh_within(shape: tuple[int, ...], *args: Any) -> jax.sharding.Mesh:
+    """The mesh that `jax.make_mesh` makes of the first devices, or of one if there are too few."""
+    count = math.prod(shape)
+    if count > len(_every_device()):
+        shape, count = (1,) * len(shape), 1
+    return _make_mesh(shape, *args, devices=_every_device()[:count])
+
+
+if len(jax.devices()) < 8:
+    jax.devices = lambda *args: _Devices(_every_device(*args))
+    jax.make_mesh = _mesh_of_devices
 
 
 # ---- many cases of one test ---------------------------------------------------------------
@@ -207,7 +251,7 @@ def _tiny_step(arrays: Any, touched: Any, ids: Any, change: Any) -> Any:
 
 @dataclasses.dataclass
 class TinyRun:
-    """A run of two small tables with slots, on 4 devices, whose every saved state is known.
+    """A run of two small tables with slots, on up to 4 devices, whose every saved state is known.
 
     Attributes:
         salt: two runs with different salts take different ways from the same state.
@@ -300,8 +344,9 @@ class TinyRun:
 
 
 def _tiny_state(dtype: Any = np.float32) -> dict[str, Any]:
+    count = min(4, jax.device_count())
     mesh = jax.make_mesh(
-        (4,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+        (count,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count]
     )
     rng = np.random.default_rng(7)
 
@@ -606,6 +651,7 @@ _LIMITS = {
     "gathered_small_rows": "cnr_jax.rows.tiling.SMALL_ROWS",
     "gathered_chunk_bytes": "cnr_jax.rows.tiling.CHUNK_BYTES",
     "gathered_large_bytes": "cnr_jax.rows.gather.device.LARGE_BYTES",
+    "waiting_device_bytes": "cnr_jax.rows.gather.host.DEVICE_BYTES",
     "hashed_chunk_bytes": "cnr_jax.rows.fingerprints.chunks.CHUNK_BYTES",
     "hashed_again_rows": "cnr_jax.rows.fingerprints.chunks._AGAIN_ROWS",
     "hashed_many_rows": "cnr_jax.rows.fingerprints.chunks._MANY_ROWS",
@@ -651,7 +697,6 @@ def modules_in(monkeypatch: pytest.MonkeyPatch) -> Any:
         if any(folder in path for folder in folders):
             del sys.modules[name]
 
-    "waiting_device_bytes": "cnr_jax.rows.gather.host.DEVICE_BYTES",
 
 @pytest.fixture
 def benchmarks(modules_in: Any) -> Any:

@@ -30,6 +30,8 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 
 ROWS = 96
+# Devices that arrays are split over; a machine with a GPU may have no second one.
+ACROSS = min(2, jax.device_count())
 # Set by `main`: columns of a table, and what jax is set to while the library is called.
 dim = 8
 _around_calls: dict[str, Any] = {}
@@ -55,7 +57,7 @@ State = Any
 
 def everywhere(given: Any) -> Any:
     """Arrays on all devices."""
-    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((ACROSS,), ("rows",), (AxisType.Auto,))
     return jax.device_put(given, NamedSharding(mesh, P()))
 
 
@@ -72,7 +74,7 @@ def library() -> Iterator[None]:
 
 def first_state() -> State:
     """Tables with their moments of Adam, split over two devices, a dense leaf and a counter."""
-    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((ACROSS,), ("rows",), (AxisType.Auto,))
     rng = np.random.default_rng(3)
 
     def put(values: np.ndarray, *spec: Any) -> jax.Array:
@@ -210,13 +212,14 @@ def records(root: Path) -> None:
     ids, mask = everywhere((np.zeros((4, 3), np.int32), np.ones((4, 1), bool)))
     flat, splits = everywhere((np.arange(6, dtype=np.int16), np.arange(3)))
 
+    # Given, as jax copies arrays that a program refers to from a GPU to the host.
     @jax.jit
-    def step(touched: cnr.Touched) -> cnr.Touched:
+    def step(touched: cnr.Touched, ids: Any, mask: Any, flat: Any, splits: Any) -> Any:
         touched = cnr.record(touched, {one: cnr.Lookup(ids, where=mask)})
         touched = cnr.record(touched, {two: cnr.Lookup(flat, row_splits=splits)})
         return cnr.record(touched, {one: [ids, flat]}, check=True)
 
-    touched = step(touched)
+    touched = step(touched, ids, mask, flat, splits)
     touched = cnr.record(touched, {two: cnr.Lookup(ids, where=mask)}, check=True)
     jax.effects_barrier()
     cnr.reset_touched(touched)
@@ -234,7 +237,7 @@ def updates(root: Path, make: Any) -> None:
     tx = cnr.optim.as_optax(optimizer)
 
     @jax.jit
-    def step(params: Any, slots: Any) -> Any:
+    def step(params: Any, slots: Any, ids: jax.Array) -> Any:
         def loss(rows: Any) -> jax.Array:
             every = jax.tree.leaves(rows)
             return sum(jnp.sum(each.astype(jnp.float32) ** 2) for each in every)
@@ -247,7 +250,7 @@ def updates(root: Path, make: Any) -> None:
         moved = cnr.optim.moved_rows(steps)
         return optax.apply_updates(params, steps), slots, moved
 
-    step(params, optimizer.init(params))
+    step(params, optimizer.init(params), ids)
 
 
 def reads(root: Path) -> None:

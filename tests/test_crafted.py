@@ -25,7 +25,7 @@ import cnr_jax as cnr
 from cnr_jax.format.fields import dump_document
 from cnr_jax.repository.step import read_manifest
 
-from .conftest import case_of, flip
+from .conftest import case_of, flip, skip_below
 from .older_steps import leave_dense_to_orbax
 
 UUID = "ab" * 16
@@ -348,6 +348,8 @@ def test_process_manifests_for_which_the_manifest_does_not_vouch_are_refused(
     two_fulls: Any, name: str
 ) -> None:
     """That of the step itself is as it was written."""
+    if name == "rows exchanged":
+        skip_below(2)  # of tiles
     run, root, item = two_fulls
     change, kind = PROCESS_MANIFESTS[name]
     change(item)

@@ -34,9 +34,9 @@ from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import arrays, digest_of
 from cnr_jax.rows.gather.host import Buffers
 
-from .conftest import each_of, flip
+from .conftest import each_of, flip, mesh_within
 
-MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+MESH = mesh_within((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
 # Of 2 MiB, so that it is put together part by part, and of few elements.
 SHAPES = {"large": (512, 1024), "small": (8, 6, 2)}
 SPECS = (P("a", "b"), P(None, "a"), P(("a", "b")), P("b"), P())

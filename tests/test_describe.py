@@ -25,7 +25,7 @@ from cnr_jax.format.manifest import ParentRef, dump, load
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
-from .conftest import flip
+from .conftest import flip, skip_below
 from .older_steps import leave_dense_to_orbax
 from .test_verify import CASES
 
@@ -127,6 +127,7 @@ def test_bytes_are_compared_with_the_state_as_it_is_in_memory(tmp_path: Path) ->
 def test_tables_are_described_with_what_the_step_holds_of_them(
     tiny_run: Any, tmp_path: Path
 ) -> None:
+    skip_below(4)
     run = tiny_run()
     with run.open(tmp_path, codec="adaptive", bits=4) as manager:
         run.run(manager, range(2))

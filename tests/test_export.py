@@ -29,7 +29,7 @@ from cnr_jax.repository.store.plain_arrays import zarr_holds
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
-from .conftest import flip
+from .conftest import flip, mesh_within
 from .older_steps import leave_dense_to_orbax
 
 LAYOUT = cnr.ModSharded(shards=4, rows_per_shard=6)
@@ -45,9 +45,7 @@ class Optimizer(NamedTuple):
 
 def state_of(user: np.ndarray, item: np.ndarray) -> dict[str, Any]:
     """Two tables, one dealt out over devices and with a slot, and dense leaves of all kinds."""
-    mesh = jax.make_mesh(
-        (4,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
-    )
+    mesh = mesh_within((4,), ("rows",), (AxisType.Auto,))
     split = NamedSharding(mesh, P("rows"))
     return {
         "params": {

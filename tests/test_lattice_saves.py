@@ -34,14 +34,14 @@ from cnr_jax.testing.faults import Fault
 from cnr_jax.waiting import Job
 
 from . import lattice_reader
-from .conftest import each_of
+from .conftest import each_of, mesh_within
 from .summed_run import SummedRun
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
 
 ROWS, DIM = 256, 16
-MESH = jax.make_mesh((2, 2), ("r", "c"), devices=jax.devices()[:4])
+MESH = mesh_within((2, 2), ("r", "c"))
 
 
 # Compiled once for all steps of all runs.

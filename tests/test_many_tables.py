@@ -53,7 +53,7 @@ record = jax.jit(cnr.record)
 
 
 def by_rows(*devices: int) -> NamedSharding:
-    own = np.array(jax.devices())[list(devices)]
+    own = np.array([jax.devices()[number] for number in devices])
     return NamedSharding(Mesh(own, ("x",), axis_types=(AxisType.Auto,)), P("x"))
 
 

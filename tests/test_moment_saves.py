@@ -25,13 +25,14 @@ from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
 from . import lattice_reader
+from .conftest import mesh_within
 from .summed_run import SummedRun
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
 
 ROWS, DIM = 256, 16
-MESH = jax.make_mesh((2, 2), ("r", "c"), devices=jax.devices()[:4])
+MESH = mesh_within((2, 2), ("r", "c"))
 MU, NU = "opt/mu", "opt/nu"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -132,7 +133,12 @@ with ocp.StandardCheckpointer() as checkpointer:
 def dense_without_us(folder: Path) -> str:
     program = DENSE_WITHOUT_US.format(folder=str(folder))
     done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        # Orbax asks for a target where devices are others than those of the save.
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return done.stdout
 

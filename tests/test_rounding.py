@@ -267,6 +267,7 @@ def said(options: str, *, exact: int = 0) -> list[tuple[str, str]]:
         [sys.executable, "-c", code],
         env={
             **os.environ,
+            "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
         },
         capture_output=True,

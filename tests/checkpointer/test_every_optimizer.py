@@ -34,6 +34,8 @@ from cnr_jax.errors import AuditError
 from cnr_jax.state.find import Table
 from cnr_jax.state.table import split
 
+from ..conftest import mesh_within
+
 # Some of what optax still offers it advises against.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning"),
@@ -358,9 +360,7 @@ _record = jax.jit(cnr.record)
 
 def _put(values: Any) -> Any:
     """Places leaves with a row for each of the table's over two devices."""
-    mesh = jax.make_mesh(
-        (2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
-    )
+    mesh = mesh_within((2,), ("rows",), (AxisType.Auto,))
 
     def sharding(leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, P("rows") if leaf.shape[:1] == (ROWS,) else P())

@@ -23,12 +23,12 @@ from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.rows.codecs import Asymmetric, Raw, codec_from
 from cnr_jax.state.layouts import layout_from
 
+from ..conftest import mesh_within
+
 SHAPES = {"user": (64, 6), "item": (48, 8), "cube": (32, 4, 2)}
 MOST_ROWS = 64
 DTYPES = {"user": np.float32, "item": jnp.bfloat16, "cube": np.float16}
-MESH = jax.make_mesh(
-    (2, 2), ("r", "c"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-)
+MESH = mesh_within((2, 2), ("r", "c"), (AxisType.Auto,) * 2)
 SPECS = {
     "rows": P(("r", "c")),
     "columns": P(None, "c"),
