@@ -269,7 +269,9 @@ class Listing:
             ledger.read(self._root, directory, str(self.item))
             if directory not in ledger.all_directories():
                 self._steps.forget([step])
-                self._writer.changed = True  # the other processes are told by the next save
+                self._writer.changed = (
+                    True  # the other processes are told by the next save
+                )
             raise
         self._steps.forget([step])
         ledger.forget(directory)
