@@ -5,13 +5,14 @@
 A table of 4 M x 64 float32 with one accumulator a row, train steps that are donated (torch: in
 place) and update 8192 looked-up rows, and a dense part such that a step takes about 30 ms:
 *saturated* steps use all cores (matrix products), the others one core (a sequential loop in
-XLA), so that on two cores one is free. The stall of a save is the time of the call plus what
-the next ten steps take longer than ten median steps without a save. Ten steps may end before
-the save does, so the same is also stated for all steps until it is complete. Then, with
-saturated steps, a save is issued while one is in flight. A first save is made before, and what
-each case saved is restored and compared once. torchsnapshot does not sync its files: there,
-complete is not durable. A full run takes about 15 minutes: 3 turns, of which the variants and
-torch take part in the first. A quick one takes 60 s.
+XLA), so that on two cores one is free. On a GPU (`JAX_PLATFORMS=cuda,cpu` and
+`XLA_PYTHON_CLIENT_PREALLOCATE=false`) there are only the former, which run there. The stall of a
+save is the time of the call plus what the next ten steps take longer than ten median steps without
+a save. Ten steps may end before the save does, so the same is also stated for all steps until it is
+complete. Then, with saturated steps, a save is issued while one is in flight. A first save is made
+before, and what each case saved is restored and compared once. torchsnapshot does not sync its
+files: there, complete is not durable. A full run takes about 15 minutes: 3 turns, of which the
+variants and torch take part in the first. A quick one takes 60 s.
 """
 
 from __future__ import annotations
@@ -51,10 +52,14 @@ BITS = {"cnr-4bit": 4}
 def plan(quick: bool) -> list[Case]:
     """Every case of `CASES`; steps are made equally long for this machine first."""
     harness.devices(1)
+    import jax
+
     rows = 100_000 if quick else 4_000_000
+    # Steps on a GPU leave all cores free.
+    kinds = KINDS if jax.default_backend() == "cpu" else ["saturated"]
     work = {
         kind: workload.calibrate(STEP_SECS, kind == "saturated", rows, DIM)
-        for kind in KINDS
+        for kind in kinds
     }
     cases = []
     for label in QUICK if quick else CASES:
@@ -177,7 +182,9 @@ def check(system: Any, trainer: Any, number: int, expected: Any) -> str:
 
 def present(results: Results) -> None:
     """Tables and marks, for each kind of step."""
-    for kind, cores in KINDS.items():
+    kinds = next(iter(results)).params["work"]
+    for kind in kinds:
+        where = KINDS[kind] if len(kinds) > 1 else "the GPU"
         lengths = [case.median(f"{kind}.step_secs") for case in results]
         header = (
             *("save", "s of the call", "stall s (10 steps)", "slowest step s"),
@@ -196,7 +203,7 @@ def present(results: Results) -> None:
             for case in results
         ]
         print_table(
-            f"Steps on {cores}, {min(lengths) * 1e3:.0f} to {max(lengths) * 1e3:.0f} ms:"
+            f"Steps on {where}, {min(lengths) * 1e3:.0f} to {max(lengths) * 1e3:.0f} ms:"
             " medians (ranges)",
             header,
             lines,
@@ -208,7 +215,7 @@ def present(results: Results) -> None:
         told = {
             str(run[f"{kind}.restored"])
             for run in case.runs.values()
-            for kind in KINDS
+            for kind in kinds
             if f"{kind}.restored" in run
         }
         if told - {"as saved"}:
