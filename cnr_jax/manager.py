@@ -526,7 +526,8 @@ class CheckpointManager(ocp.CheckpointManager):
             OptionError: if `step` is no step.
             WriterError: if another manager saves to this root. Nothing was deleted.
             CallError: as `save`.
-            OSError: if the step cannot be removed; it is there as before.
+            OSError: if the step cannot be removed; it is there as before. In a bucket its removal
+                may have begun: it counts no more until `reload` finds it whole.
         """
         step = checked_step(step)
         if self._steps.options.read_only:

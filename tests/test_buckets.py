@@ -598,19 +598,25 @@ def test_a_step_whose_removal_fails_is_whole_or_none(
                     manager.delete(1)
             monkeypatch.undo()
             whole = [each.step for each in cnr.describe(where).steps]
-            assert manager.all_steps() == whole
+            # What begins to go counts no more, until it is read anew.
+            assert manager.all_steps() in (whole, [n for n in whole if n != going])
             seen.add(going in whole)
             for step in whole:
                 run.check(manager, step)
             run.run(manager, [2])
             whole = [each.step for each in cnr.describe(where).steps]
+            manager.reload()
             assert manager.all_steps() == whole and whole[-1] == 2
-            assert not retires or (whole == [2] and "0" not in held(where))
+            run.restore(manager, 2)
+            run.run(manager, [3])
+            assert not retires or manager.all_steps() == [3]
+            assert not retires or "0" not in held(where)
             assert consequences(where) == []
+            whole = manager.all_steps()
         with case_of(left), run.open(str(where), policy=cnr.Full()) as manager:
             assert manager.all_steps() == whole
             run.restore(manager, None)
-            run.run(manager, [3])
+            run.run(manager, [4])
             assert (str(going) in held(where)) == (going in whole)
         if next(count, None) is not None:
             break
@@ -632,6 +638,8 @@ def test_a_step_of_which_nothing_is_known_when_its_removal_fails_counts_again(
         assert manager.all_steps() == [0], "perhaps it is none any more"
         proxy.harm = lambda *_: None
         run.run(manager, [2])
+        assert manager.all_steps() == [0, 2]
+        manager.reload()
         assert manager.all_steps() == [0, 1, 2]
         run.check(manager, 1)
 

@@ -265,13 +265,8 @@ class Listing:
         try:
             on_primary(self._channel, lambda: self._saves.retirement.delete(step))
         except BaseException:
-            # No save may rest on what an interrupt has left of the step.
-            ledger.read(self._root, directory, str(self.item))
             if directory not in ledger.all_directories():
                 self._steps.forget([step])
-                self._writer.changed = (
-                    True  # the other processes are told by the next save
-                )
             raise
         self._steps.forget([step])
         ledger.forget(directory)

@@ -99,13 +99,13 @@ def begin_removal(step: AnyPath, check_claim: Callable[[], None] | None) -> Any:
 
     Returns:
         Version of the file of the attempt, with which `remove_tree` tells whether another program
-        has begun to write there since; None: there is none.
+        has begun to write there since.
 
     Raises:
         WriterError: if another manager has; or as `check_claim`.
         FileExistsError: if the folder is in use again.
         FileNotFoundError: if somebody else has ended the removal.
-        OSError: if storage does not tell, or cannot be written. The step is as before.
+        OSError: if storage does not tell, or cannot be written. The step may be one no more.
     """
     note = step / names.ATTEMPT
     data, version = store_of(note).read_version(note) or (b"", None)
@@ -126,7 +126,8 @@ def begin_removal(step: AnyPath, check_claim: Callable[[], None] | None) -> Any:
                 store_of(note).swap(note, data, version)
             raise
     elif not data.endswith(_REMOVING):
-        # Orbax's file commits the step, or nothing does.
+        # Orbax's file commits the step, or nothing does. Whoever claims the root next goes on.
+        version = store_of(note).swap(note, names.REMOVED, version)
         store_of(step).remove_file(step / names.ORBAX_COMMITTED)
         return version
     # If that fails, the step is none any more all the same.

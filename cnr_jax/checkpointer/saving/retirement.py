@@ -155,10 +155,19 @@ class Retirement:
 
         Raises:
             WriterError: if another manager saves to this root.
-            OSError: if it cannot be removed; the step is then there as before.
+            OSError: if it cannot be removed. The step is then there as before; in a bucket it
+                counts no more until the root is read anew, as its removal may have begun.
         """
         for _, error in self._removing([step]):
             raise error
+
+    def _doubt(self, directory: str, error: BaseException) -> None:
+        """Lets no save rest on a step whose removal has failed once it had begun."""
+        place, why = self._writer.place, f"its removal has failed: {error!r}"
+        if place is not None:
+            with self._writer.looking:
+                self._ledger.doubt(place.root, directory, place.item, why)
+            self._writer.changed = True  # the other processes are told by the next save
 
     def _removing(self, steps: Sequence[int]) -> Iterator[tuple[int, Exception]]:
         """Removes steps, children first; yields each step that stays, with the error."""
@@ -169,14 +178,18 @@ class Retirement:
             found = children_first(ledger, numbers)
         for directory in found:
             if directory not in stay:
+                with looking:
+                    is_known = directory in ledger.all_directories()
+                    hidden = ledger.hidden_by(directory)
                 try:
-                    with looking:
-                        hidden = ledger.hidden_by(directory)
                     for name in (*hidden, directory):
                         self._remove(name)
                 except FileNotFoundError:
                     _log.warning("step %s is gone already", directory)
                 except Exception as error:
+                    if is_known and directory not in ledger.all_directories():
+                        _log.error("step %s is removed, but: %s", directory, error)
+                        continue
                     _log.error("step %s is not removed and stays: %s", directory, error)
                     stay[directory] = error
             if directory in stay:
@@ -187,9 +200,14 @@ class Retirement:
 
     def _remove(self, directory: str) -> None:
         options, remover = self._steps.options, self._writer.remover
-        if options.todelete_subdir is not None and isinstance(remover, Remover):
-            remover.keep(directory, options.todelete_subdir)
-        else:
-            remover.remove(directory, background=options.enable_background_delete)
+        try:
+            if options.todelete_subdir is not None and isinstance(remover, Remover):
+                remover.keep(directory, options.todelete_subdir)
+            else:
+                remover.remove(directory, background=options.enable_background_delete)
+        except BaseException as error:
+            if directory in remover.avoided:
+                self._doubt(directory, error)
+            raise
         with self._writer.looking:
             self._ledger.left.pop(directory, None)

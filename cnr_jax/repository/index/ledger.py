@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_jax import errors
@@ -67,6 +67,7 @@ class Ledger(Chains):
             no save began.
         left: steps that are no steps of the root any more, by directory: rollbacks left them
             behind where they cannot be renamed, or another step stands for them.
+        avoided: names of step directories that no save is to be written into.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Ledger(Chains):
         self.run: str | None = None
         self.epoch = ""
         self.left: dict[str, Entry | Folder] = {}
+        self.avoided: Collection[str] = ()
 
     @property
     def unknown(self) -> set[str]:
@@ -252,6 +254,14 @@ class Ledger(Chains):
             The error with which it cannot be read; None if it was read, or is deleted.
         """
         return self._note(root, directory, item, self._look(root, directory, item))
+
+    def doubt(self, root: AnyPath, directory: str, item: str, why: str) -> None:
+        """Looks again at a step whose removal has failed, and lets no save rest on it.
+
+        A request that takes its commit back may still be under way, so a look does not tell.
+        """
+        self.note_damage(f"{directory}/{item}/{names.MANIFEST}", why)
+        self.read(root, directory, item)
 
     def _look(self, root: AnyPath, directory: str, item: str) -> Entry | Exception:
         """Entry of a step directory, or the error with which it cannot be read; notes nothing."""

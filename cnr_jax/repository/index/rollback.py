@@ -153,7 +153,7 @@ def _directory_of(
     is_left = standing != directory or directory in map(names.plain, [*ledger.left])
     is_there = standing in ledger.entries or standing in ledger.folders
     stays = root is not None and not can(root).renames
-    is_taken = is_left or (is_there and stays)
+    is_taken = is_left or (is_there and stays) or directory in ledger.avoided
     return names.branched(directory, generation) if is_taken else directory
 
 

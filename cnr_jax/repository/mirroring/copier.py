@@ -326,7 +326,13 @@ class Copier:
         return may_hold(self.there, entry, place=place, source=source, item=item)
 
     def _remove(self, directory: str) -> None:
-        self.writer.remover.remove(directory, background=False)
+        remover = self.writer.remover
+        try:
+            remover.remove(directory, background=False)
+        except (errors.CnrError, OSError) as error:
+            if directory in remover.avoided:  # no copy may rest on what is left of it
+                self.there.doubt(self._target, directory, str(self.item), str(error))
+            raise
         self.there.forget(directory)
 
     def retire(self, keep: int, min_fulls: int = 1) -> list[int]:

@@ -42,12 +42,14 @@ class Remover:
 
     Attributes:
         threads: number of threads that delete files at the same time.
+        avoided: see `InPlaceRemover`; here the names of removed steps are free at once.
     """
 
     def __init__(
         self, root: store.AnyPath, before: Callable[[str], object] = lambda _: None
     ) -> None:
         self._store, self._before = store.store_of(root), before
+        self.avoided: set[str] = set()
         self._root = self._store.quick(root)
         self.threads = min(16, max(1, (os.cpu_count() or 4) // 2))
         self._purger = _Purger(self.purge)
@@ -171,6 +173,10 @@ class InPlaceRemover:
         root: root that holds the step directories.
         before: as `Remover` takes it.
         check_claim: function that raises an error if another manager has taken over the root.
+
+    Attributes:
+        avoided: names of steps whose removal has begun, and was not seen to end well. A request
+            that deletes may still be under way, so no save is to be written there.
     """
 
     def __init__(
@@ -180,13 +186,14 @@ class InPlaceRemover:
         check_claim: Callable[[], None],
     ) -> None:
         self._root, self._before, self._check_claim = root, before, check_claim
-        # Removed steps of which files are left.
+        self.avoided: set[str] = set()
+        # Removed steps of which files may be left.
         self._left: set[str] = set()
 
     def remove(self, directory: str, *, background: bool = False) -> None:
         """Removes a step, which is gone for every reader when this returns.
 
-        Files that cannot be deleted are tried again with the next step.
+        Files that cannot be deleted are tried again with the next step that is removed.
 
         Args:
             directory: name of the step's directory.
@@ -194,17 +201,22 @@ class InPlaceRemover:
 
         Raises:
             WriterError: if another manager has taken over the root; the step stays.
-            OSError: if its commit cannot be taken back; it is then there as before. If files of it
+            OSError: if its commit cannot be taken back, or is not known to be. If files of it
                 cannot be deleted, that is only logged.
             CnrError: as `before` raises.
         """
         self._before(directory)
-        step = self._root / directory
+        is_new, step = directory not in self.avoided, self._root / directory
+        self.avoided.add(directory)
         version = markers.begin_removal(step, self._check_claim)
-        left, self._left = self._left - {directory}, set()
-        if not _empty(step, version):
-            self._left.add(directory)
-        self._left |= {name for name in left if not go_on(self._root / name)}
+        self._left.add(directory)
+        if _empty(step, version):
+            self._left.discard(directory)
+            if is_new:
+                self.avoided.discard(directory)
+        for name in self._left - {directory}:
+            if go_on(self._root / name):
+                self._left.discard(name)
 
     def close(self) -> None:
         """Does nothing: the next manager that saves goes on with what could not be deleted."""
@@ -256,7 +268,7 @@ def end_attempts(
     known: Set[str],
     check_claim: Callable[[], None],
     own: Set[str] | None,
-) -> None:
+) -> set[str]:
     """Ends what others have begun in a root that was just claimed, where nothing is renamed.
 
     Saves that are not committed yet can be committed no more, and what is left of steps whose
@@ -270,6 +282,9 @@ def end_attempts(
         known: names of folders that are not looked at: they hold committed steps, or are one's own.
         check_claim: function that raises an error if another manager has taken over the root.
         own: nonces of saves that go on; None: no save is stopped, and only leftovers go.
+
+    Returns:
+        Names of the steps whose removal was cut short, or may still go on elsewhere.
 
     Raises:
         WriterError: if another manager has claimed the root meanwhile.
@@ -290,9 +305,11 @@ def end_attempts(
     found = {*layout.step_directories(root, is_step)} - known
     with ThreadPoolExecutor(_AT_ONCE, "cnr_stop") as pool:
         steps = [root / name for name in sorted(found)]
-        for step, data in zip(steps, pool.map(look, steps), strict=True):
-            if markers.says_removed(data):
-                go_on(step)
+        looked = zip(steps, pool.map(look, steps), strict=True)
+        removed = [step for step, data in looked if markers.says_removed(data)]
+    for step in removed:
+        go_on(step)
+    return {step.name for step in removed}
 
 
 def _removed(directory: str) -> str:

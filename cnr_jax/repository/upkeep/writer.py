@@ -159,6 +159,7 @@ class RootWriter:
         self.writes = self._is_first()
         # Set last: a `place` tells callers that all the rest is there.
         self.place, self.ledger = Place(root=root, directory="", item=item), ledger
+        ledger.avoided = self.remover.avoided
 
     def is_at(self, root: AnyPath, item: str) -> bool:
         """Whether saves go to this item of this root."""
@@ -272,8 +273,9 @@ class RootWriter:
             # Before the refresh, which finds what they have committed by now.
             known = {e.directory for e in ledger.committed() if self._is_of_epoch}
             known |= {own or ""}
-            own_saves = {*self._writing} if self.stops else None
-            end_attempts(root, ledger.is_step, known, self._claim.check, own_saves)
+            mine = {*self._writing} if self.stops else None
+            found = end_attempts(root, ledger.is_step, known, self._claim.check, mine)
+            self.remover.avoided.update(found)
         self._is_alone = True
         changed = self._bring_back() | self._refresh()
         with self.looking:
