@@ -173,7 +173,7 @@ class CheckpointManager(ocp.CheckpointManager):
         # Last: without a manager nobody would act on a signal that is noted.
         self._progress.listen()
         if self._mirror is not None:
-            self._mirror.start()
+            self._mirror.start(self._listing.ledger.restorable())
 
     def _is_far(self, step: int) -> bool:
         """Whether a step is in the mirror."""

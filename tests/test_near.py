@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from etils import epath
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.format import names
+from cnr_jax.repository.mirroring.copier import Copier
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import (
     LocalStore,
@@ -114,6 +116,36 @@ def test_nothing_leaves_near_before_it_is_far(
     assert steps_in(root) == [str(step) for step in range(8)]
 
 
+def test_what_the_program_before_has_not_copied_is_reported_from_the_first_save_on(
+    tiny_run: Any, near: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the root, which may answer late, was looked at."""
+    run, gate = tiny_run(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr("cnr_jax.repository.mirroring.copier.copy_files", fails)
+        with run.open(root, near=near) as manager:
+            run.run(manager, range(5))
+    real = Copier.look
+
+    def late(self: Copier) -> bool:
+        assert gate.wait(60)
+        return real(self)
+
+    monkeypatch.setattr(Copier, "look", late)
+    with run.open(root, near=near) as manager:
+        assert manager.mirror_report.lag_steps == 5
+        assert manager.mirror_report.backlog_bytes > 0
+        run.restore(manager, None)
+        run.run(manager, [5])
+        assert manager.last_report.mirror_lag_steps == 6
+        gate.set()
+        caught_up(manager)
+        assert steps_in(root) == [str(step) for step in range(6)]
+        run.run(manager, [6])
+        assert manager.last_report.mirror_lag_steps == 1
+        assert manager.mirror_report.skipped_steps == ()
+
+
 @mostly_on_disk
 @each_of("newest", [2, 4])
 def test_steps_that_the_run_has_gone_on_without_are_set_aside(
@@ -141,7 +173,7 @@ def test_steps_that_the_run_has_gone_on_without_are_set_aside(
             assert manager.all_steps() == [0, 1, 2, 3]
             for step in manager.all_steps():
                 elsewhere.check(manager, step)
-            assert manager.mirror_report.lag_steps == 0
+            caught_up(manager)
             assert manager.mirror_report.problems == ()
     aside = {n.partition(".")[0] for n in os.listdir(lost) if names.ABANDONED_MARK in n}
     assert aside == {"2", str(newest)}

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cnr_jax import errors
@@ -79,6 +79,8 @@ class Mirror:
         self.way_back = WayBack(root, target, **settings)
         # Steps that are committed and not copied yet, by uuid: number, bytes, and since when.
         self._waiting: dict[str, tuple[int, int, float]] = {}
+        # Likewise, steps that the root held at the start, until the mirror has been looked at.
+        self._unseen: dict[str, tuple[int, int, float]] = {}
         self._there = frozenset[str]()
         self._lock = threading.Lock()
         self._grown: list[int] = []
@@ -92,8 +94,16 @@ class Mirror:
 
     # For the manager: start, notes, reports, and the end.
 
-    def start(self) -> None:
-        """Starts the thread that copies; a program that ends does not wait for it."""
+    def start(self, held: Sequence[Entry] = ()) -> None:
+        """Starts the thread that copies; a program that ends does not wait for it.
+
+        Args:
+            held: steps of the root. Reports count all of the newest run as not copied until the
+                thread has seen which are.
+        """
+        run = {entry.run for entry in held[-1:]}
+        own = [each for each in held if each.run in run and not each.orbax]
+        self._unseen = {each.uuid: _waits(each) for each in own}
         self._thread = threading.Thread(
             target=self._run, name="cnr_mirror", daemon=True
         )
@@ -131,7 +141,7 @@ class Mirror:
     def report(self) -> MirrorReport:
         """Report of what the mirror has done, and how far it is behind."""
         with self._lock:
-            waiting, done = [*self._waiting.values()], self._done
+            waiting, done = [*(self._unseen | self._waiting).values()], self._done
         since = min((secs for *_, secs in waiting), default=None)
         return dataclasses.replace(
             done,
@@ -265,20 +275,18 @@ class Mirror:
             noted: steps that waited before the mirror looked at the root.
             lacking: steps of the root that the mirror lacks.
         """
-        now, unix = time.monotonic(), time.time()
         source = {e.uuid for e in self._copier.source.entries.values()}
         for entry in lacking:
-            size = self._copier.source.own_bytes(entry)
-            age = unix - entry.manifest.written_at_unix_secs if entry.manifest else 0
             with self._lock:
-                at = entry.step, size, now - max(0.0, age)
-                self._waiting.setdefault(entry.uuid, at)
+                self._waiting.setdefault(entry.uuid, _waits(entry))
         wanted = {entry.uuid for entry in lacking}
         for uuid, (step, *_) in noted.items():
             if uuid not in wanted and uuid in source:
                 self._forget(uuid)  # it is in the mirror, or is not to be kept there
             elif uuid not in wanted:
                 self._skip(uuid, step)
+        with self._lock:
+            self._unseen = {}  # those that are not in the mirror wait by now
 
     def _skip(self, uuid: str, step: int) -> None:
         self._forget(uuid)
@@ -296,3 +304,11 @@ class Mirror:
     def _add(self, **found: Any) -> None:
         with self._lock:
             self._done = dataclasses.replace(self._done, **found)
+
+
+def _waits(entry: Entry) -> tuple[int, int, float]:
+    """Number and bytes of a step that waits to be copied, and since when it does."""
+    manifest = entry.manifest
+    age = time.time() - manifest.written_at_unix_secs if manifest else 0
+    since = time.monotonic() - max(0.0, age)
+    return entry.step, Ledger.own_bytes(entry), since

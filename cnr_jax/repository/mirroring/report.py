@@ -23,6 +23,7 @@ class MirrorReport:
         problems: why steps are not copied, one line each. Steps that rest on them are not copied
             either.
         lag_steps: number of committed steps that are not in the mirror, and are lost with the root.
+            All steps of the run count until the mirror has been looked at.
         lag_secs: seconds since the oldest of these steps was committed; 0 if there is none.
         backlog_bytes: bytes of these steps.
     """
