@@ -468,3 +468,27 @@ def test_a_step_that_retention_removes_at_once_is_not_told(
         with run.open(str(root)) as manager:
             assert manager.all_steps() == [0, 3]
         assert told(root) == ["0", "3"]
+
+
+def test_what_another_program_has_left_behind_and_removed_is_no_step(
+    tiny_run: Any, root: epath.Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program opens the root before both steps of a number are removed, and saves after it."""
+    folders = FolderProxy(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", folders.url)
+    run, other = tiny_run(), tiny_run()
+    with contextlib.closing(folders):
+        with run.open(str(root), policy=cnr.Full()) as manager:
+            run.run(manager, range(3))
+            run.restore(manager, 1)
+            run.salt += 1
+            run.run(manager, [2])
+            with other.open(str(root), policy=cnr.Full()) as second:
+                other.restore(second, 1)
+                assert names_in(root / "2") and names_in(root / "2.g2.branch")
+                manager.delete(2)
+                other.run(second, [3])
+                assert second.all_steps() == [0, 1, 3]
+        assert told(root) == ["0", "1", "3"]
+        with other.open(str(root)) as reader:
+            assert reader.all_steps() == [0, 1, 3]

@@ -228,10 +228,12 @@ class Ledger(Chains):
     def look_again(self, root: AnyPath, item: str, epoch: str) -> bool:
         """Reads all committed steps again under an epoch; for stores where looks are requests.
 
+        Also those in `left`, which would be steps again if what left them behind is gone.
+
         Returns:
             Whether any is gone.
         """
-        known = [entry.directory for entry in self.committed()]
+        known = [*(entry.directory for entry in self.committed()), *self.left]
         found = _side_by_side(lambda name: self._look(root, name, item), known)
         for directory, each in found.items():
             self._note(root, directory, item, each)
