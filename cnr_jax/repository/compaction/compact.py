@@ -140,7 +140,7 @@ class CompactionPlan:
         ):
             for name in self.replaced:
                 if name in ledger.replaced():
-                    _remove(root, writer, ledger, name)
+                    _remove(writer, ledger, name)
             if self.step is None:
                 return dataclasses.replace(self, is_done=True)
             entry = ledger.entries.get(self.directory)
@@ -321,11 +321,11 @@ def _merge(
     ledger.part()
     writer.note_own(made)
     writer.show(directory, [source])
-    _remove(root, writer, ledger, source)
+    _remove(writer, ledger, source)
     return made
 
 
-def _remove(root: AnyPath, writer: RootWriter, ledger: Ledger, directory: str) -> None:
+def _remove(writer: RootWriter, ledger: Ledger, directory: str) -> None:
     """Removes a step directory for which another one stands."""
     writer.remover.remove(directory, background=False)
     ledger.forget(directory)
