@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
@@ -14,6 +13,7 @@ from cnr_jax.format import names
 from cnr_jax.repository.store import store_of
 
 from .bucket_proxy import Proxy
+from .test_bucket_rollbacks import keeping_first_and
 from .test_buckets import consequences, held
 
 
@@ -81,10 +81,7 @@ def test_a_number_is_saved_beside_a_removal_that_is_tried_again(
     tiny_run: Any, root: epath.Path, proxy: Proxy
 ) -> None:
     """Storage refuses to delete 2, and is slow when that is tried again; 2 is saved meanwhile."""
-    run, policies = tiny_run(), ocp.checkpoint_managers.preservation_policy
-    keeps = policies.AnyPreservationPolicy(
-        [policies.LatestN(2), policies.EveryNSteps(10)]
-    )
+    run = tiny_run()
     slow, done = threading.Event(), threading.Event()
 
     def refuses(kind: str, path: str, _: int) -> Any:
@@ -96,9 +93,12 @@ def test_a_number_is_saved_beside_a_removal_that_is_tried_again(
             done.wait(60)
         return None
 
-    asked = {"preservation_policy": keeps}
     with run.open(
-        str(root), asked, policy=cnr.Full(), max_in_flight=2, when_busy="wait"
+        str(root),
+        keeping_first_and(2),
+        policy=cnr.Full(),
+        max_in_flight=2,
+        when_busy="wait",
     ) as manager:
         run.run(manager, range(4))
         proxy.harm = refuses

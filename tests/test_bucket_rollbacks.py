@@ -241,14 +241,18 @@ def test_a_save_that_fails_leaves_nothing_behind(
             run.check(manager, step)
 
 
+def keeping_first_and(newest: int) -> dict[str, Any]:
+    """Options by which step 0 stays, and so many of the newest steps."""
+    policies = ocp.checkpoint_managers.preservation_policy
+    rules = [policies.LatestN(newest), policies.EveryNSteps(10)]
+    return {"preservation_policy": policies.AnyPreservationPolicy(rules)}
+
+
 def test_a_name_that_retention_has_freed_is_a_step_again(
     tiny_run: Any, root: epath.Path
 ) -> None:
-    run, policies = tiny_run(), ocp.checkpoint_managers.preservation_policy
-    keeps = policies.AnyPreservationPolicy(
-        [policies.LatestN(1), policies.EveryNSteps(10)]
-    )
-    with run.open(str(root), {"preservation_policy": keeps}) as manager:
+    run = tiny_run()
+    with run.open(str(root), keeping_first_and(1)) as manager:
         for step in range(4):
             run.train(step)
             run.truth[step] = run.values()
@@ -269,13 +273,8 @@ def test_a_name_that_retention_has_freed_is_a_step_again(
 def test_a_name_that_was_freed_here_is_a_step_that_another_program_has_saved(
     tiny_run: Any, root: epath.Path
 ) -> None:
-    run, policies = tiny_run(), ocp.checkpoint_managers.preservation_policy
-    keeps = policies.AnyPreservationPolicy(
-        [policies.LatestN(2), policies.EveryNSteps(10)]
-    )
-    with run.open(
-        str(root), {"preservation_policy": keeps}, policy=cnr.Full()
-    ) as manager:
+    run = tiny_run()
+    with run.open(str(root), keeping_first_and(2), policy=cnr.Full()) as manager:
         run.run(manager, range(4))
         assert folders(root) == ["0", "2", "3"]
         with run.open(str(root)) as other:
