@@ -482,10 +482,10 @@ def test_no_copy_rests_on_a_step_whose_removal_is_cut_short(
         run.run(manager, [0])
         caught_up(manager)
         away = Fault("unlink", action="EIO", times=0, match="/far/0/")
-        with inprocess.failing(str(far), away):
+        with inprocess.failing(str(far), away) as refused:
             run.train(1)
             manager.save(1, args=cnr.args.Save(run.state, run.touched, full=True))
-            until(lambda: not is_committed(far / "0"))
+            until(lambda: refused and not is_committed(far / "0"))
         run.restore(manager, 0)
         run.run(manager, [2])
         assert manager.last_report.parent == 0
