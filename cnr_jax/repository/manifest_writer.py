@@ -27,7 +27,7 @@ from cnr_jax.format.manifest import (
     joined_motion,
 )
 from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.store import (
     AnyPath,

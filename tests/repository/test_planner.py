@@ -11,7 +11,8 @@ from cnr_jax import errors
 from cnr_jax.format.manifest import HistoryEntry, Totals, bounded_history
 from cnr_jax.policy import Consecutive, Decision, Intermittent, OneShot, SaveRecord
 from cnr_jax.repository.index.entries import Entry, records
-from cnr_jax.repository.index.planner import Planner, SavePlan
+from cnr_jax.repository.index.planner import Planner
+from cnr_jax.repository.index.save_plan import SavePlan
 
 from ..conftest import each_of
 

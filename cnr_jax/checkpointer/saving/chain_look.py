@@ -21,7 +21,7 @@ from cnr_jax.format.names import step_number
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.store import can
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import logger

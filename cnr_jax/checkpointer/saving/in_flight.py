@@ -18,7 +18,7 @@ from cnr_jax.format.manifest import DenseLeaf, Manifest, Tracking
 from cnr_jax.goodput.measured import Trained
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.gaps import Gap
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.step import read_committed

@@ -28,7 +28,7 @@ from cnr_jax.checkpointer.tracking.tracker import ChangedRows, Tracker
 from cnr_jax.encoding import Encoding
 from cnr_jax.format.dense import DenseTile
 from cnr_jax.options import Options
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.parent_rows import ParentRows, TileKey
 from cnr_jax.repository.rows_writer import RowsWriter
 from cnr_jax.repository.run_plan import RunPlan

@@ -28,7 +28,8 @@ from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.options import Options
 from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.index.gaps import Gap
-from cnr_jax.repository.index.planner import Planner, SavePlan
+from cnr_jax.repository.index.planner import Planner
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.telemetry import SaveReport

@@ -28,7 +28,8 @@ from cnr_jax.format.names import step_number
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import Planner, SavePlan, motion_of
+from cnr_jax.repository.index.planner import Planner, motion_of
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.step import read_manifest, read_processes
 from cnr_jax.repository.store import can

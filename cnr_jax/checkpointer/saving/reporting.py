@@ -11,7 +11,7 @@ from cnr_jax.checkpointer.saving.interval import Interval
 from cnr_jax.format.manifest import Manifest, TableEntry, Tracking, dump
 from cnr_jax.format.names import step_number
 from cnr_jax.repository.describe import state_bytes
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.mirroring.report import MirrorReport
 from cnr_jax.repository.table_sizes import held_tables
 from cnr_jax.telemetry import SaveReport

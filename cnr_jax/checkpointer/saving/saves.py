@@ -32,7 +32,7 @@ from cnr_jax.repository.committer import Attempt, Committer
 from cnr_jax.repository.index.catalogue import Noted
 from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.layout import Place, check_is_free
 from cnr_jax.repository.store import AnyPath, can, exists
 from cnr_jax.repository.upkeep.claim import called_at, calling_line

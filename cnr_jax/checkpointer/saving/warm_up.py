@@ -16,7 +16,7 @@ from cnr_jax.checkpointer.saving.capture import Codecs, is_dithered
 from cnr_jax.checkpointer.saving.widening import Widening
 from cnr_jax.encoding import Encoding
 from cnr_jax.options import Options
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.residual_rows import residual_programs
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.rows.codecs.residual import Residual

@@ -26,7 +26,7 @@ from cnr_jax.policy.bits import (
     widths_of,
 )
 from cnr_jax.repository.index.entries import Branch
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.rows.codecs import bytes_of
 from cnr_jax.rows.codecs.dither import Dither
 from cnr_jax.state.table import Tables

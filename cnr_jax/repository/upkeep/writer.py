@@ -15,7 +15,7 @@ from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.entries import Entry, order
 from cnr_jax.repository.index.gaps import Gaps
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.planner import SavePlan
+from cnr_jax.repository.index.save_plan import SavePlan
 from cnr_jax.repository.index.suspects import forget_gone
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.store import (
