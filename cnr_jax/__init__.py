@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from cnr_jax.policy import Consecutive as Consecutive
     from cnr_jax.policy import Decision as Decision
     from cnr_jax.policy import Full as Full
+    from cnr_jax.policy import IncrementLog as IncrementLog
     from cnr_jax.policy import Intermittent as Intermittent
     from cnr_jax.policy import OneShot as OneShot
     from cnr_jax.policy import SaveRecord as SaveRecord
@@ -90,7 +91,8 @@ _HOMES = {
     "goodput.advice": "advise",
     "importing": "import_orbax",
     "options": "Options",
-    "policy": "Consecutive Decision Full Intermittent OneShot SaveRecord expected_restores",
+    "policy": "Consecutive Decision Full IncrementLog Intermittent OneShot SaveRecord"
+    " expected_restores",
     "handler": "handler_registry",
     "repository.compaction.compact": "CompactionPlan compact plan_compaction",
     "repository.describe": "describe",

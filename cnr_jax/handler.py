@@ -59,7 +59,7 @@ from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.retention import ChainPreservation, Preserving
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.manifest_writer import write_manifest
+from cnr_jax.repository.manifest_writer import rows_of, write_manifest
 from cnr_jax.repository.metrics import check_can_append
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.table_sizes import held_tables
@@ -341,6 +341,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
                 directory,
                 plan,
                 flight.written,
+                root=flight.place.root,
                 history=self.lifecycle.history_before(flight),
                 tables=self._planner.tables,
                 dense_leaves=flight.dense_leaves,
@@ -352,8 +353,10 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
             )
             flight.made = made
             self.writer.gaps.know(made, processes, manifest_bytes)
+            own = processes[: jax.process_count()]
             flight.know(
-                tables=held_tables(made, processes),
+                tables=held_tables(made, own),
+                rows=sum(rows_of(each, plan.layer) for each in own),
                 manifest_bytes=made.totals.manifest_bytes + manifest_bytes,
             )
             flight.note_commit()
@@ -427,6 +430,7 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
     def close(self) -> None:
         """Frees what the handler holds."""
+        self.lifecycle.close()
         self._launcher.close()
         self.writer.close()
 

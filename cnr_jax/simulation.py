@@ -21,6 +21,7 @@ from cnr_jax.integers import integer, take_integers
 from cnr_jax.policy import (
     Consecutive,
     Full,
+    IncrementLog,
     Intermittent,
     OneShot,
     Policy,
@@ -98,16 +99,25 @@ class Schedule:
     Attributes:
         parents: number of the parent of each save; for a full save its own number.
         written: int64[saves], bytes of each save.
+        merged: int64[saves], bytes of the baseline that each save brings along, which training has
+            not written; None: no save brings one.
     """
 
     parents: tuple[int, ...]
     written: np.ndarray
+    merged: np.ndarray | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        same = np.array_equal(self.written, other.written)
+        same = np.array_equal(self.stored, other.stored)
+        same = same and np.array_equal(self.written, other.written)
         return self.parents == other.parents and same
+
+    @property
+    def stored(self) -> np.ndarray:
+        """int64[saves], bytes that each save takes on storage."""
+        return self.written if self.merged is None else self.written + self.merged
 
     @property
     def fulls(self) -> list[int]:
@@ -125,7 +135,7 @@ class Schedule:
         read: list[int] = []
         for save, parent in enumerate(self.parents):
             below = 0 if save == parent else read[parent]
-            read.append(int(self.written[save]) + below)
+            read.append(int(self.stored[save]) + below)
         return np.array(read)
 
     @property
@@ -143,7 +153,7 @@ class Schedule:
         return chain
 
     def _bytes(self, saves: set[int]) -> int:
-        return sum(int(self.written[s]) for s in saves)
+        return sum(int(self.stored[s]) for s in saves)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,6 +181,7 @@ class Simulation:
             "policies": {
                 name: {
                     "bytes": int(found.written.sum()),
+                    "merged_bytes": int((found.stored - found.written).sum()),
                     "fulls": len(found.fulls),
                     "saves": len(found.parents),
                     "restore_bytes": int(found.steady.max()),
@@ -183,7 +194,15 @@ class Simulation:
         }
 
     def __str__(self) -> str:
-        head = ("policy", "bytes", "smaller", "fulls", "restore reads", "disk holds")
+        head = (
+            "policy",
+            "bytes",
+            "smaller",
+            "fulls",
+            "merged beside",
+            "restore reads",
+            "disk holds",
+        )
         lines: list[tuple[str, ...]] = [head]
         for name, found in self.schedules.items():
             written = int(found.written.sum())
@@ -194,6 +213,7 @@ class Simulation:
                     f"{written / 1e6:,.1f} MB",
                     f"{less:.1f}x",
                     str(len(found.fulls)),
+                    f"{(found.stored - found.written).sum() / 1e6:,.1f} MB",
                     f"{found.steady.max() / 1e6:,.1f} MB",
                     f"{found.transient.max() / 1e6:,.1f} MB",
                 )
@@ -281,13 +301,17 @@ def simulate(
 class Followed:
     """Policy that decides on simulated saves, with the history that it sees.
 
+    A merge that it asks for ends before the next save, which then brings the baseline along.
+
     Attributes:
-        parents: number of the parent of each save so far.
+        parents: number of the parent of each save so far; of one that brings a baseline, its own.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._history: list[SaveRecord] = []
+        self._merged: list[int] = []
+        self._has_baseline = False
         self.parents: list[int] = []
 
     def save(self, sized: Callable[[int], tuple[int, int]]) -> None:
@@ -298,7 +322,11 @@ class Followed:
                 rows and the bytes of the save.
         """
         save = len(self._history)
+        if self._has_baseline:
+            self._bring_baseline(sized)
+            return
         decision = self._policy.decide(since_baseline(self._history))
+        self._has_baseline = decision.merge
         parent = save if decision.parent is None else decision.parent
         rows, size = sized(parent)
         above = self._history[parent] if 0 <= parent < save else None
@@ -314,12 +342,32 @@ class Followed:
             restore_bytes=restore_bytes + size,
         )
         self._history.append(record)
+        self._merged.append(0)
         self.parents.append(parent)
+
+    def _bring_baseline(self, sized: Callable[[int], tuple[int, int]]) -> None:
+        """Adds a save that brings the baseline of the one before along."""
+        save = len(self._history)
+        (all_rows, whole), (_, size) = sized(save), sized(save - 1)
+        record = SaveRecord(
+            step=save,
+            kind="full",
+            bytes=size + whole,
+            rows=all_rows,
+            secs=1.0,
+            depth=1,
+            restore_bytes=size + whole,
+        )
+        self._history.append(record)
+        self._merged.append(whole)
+        self.parents.append(save)
+        self._has_baseline = False
 
     def schedule(self) -> Schedule:
         """Schedule of all saves so far."""
-        written = np.array([record.bytes for record in self._history])
-        return Schedule(tuple(self.parents), written)
+        merged = np.array(self._merged)
+        written = np.array([record.bytes for record in self._history]) - merged
+        return Schedule(tuple(self.parents), written, merged if any(merged) else None)
 
 
 def _sized(
@@ -347,7 +395,7 @@ def bytes_of_ids(last: np.ndarray, since: int, count: int) -> int:
 def _checked_policies(policies: Sequence[Policy] | None) -> list[Policy]:
     """Checks the policies to simulate; None: all policies of this library."""
     if policies is None:
-        return [Intermittent(), OneShot(), Consecutive(), Full()]
+        return [Intermittent(), OneShot(), Consecutive(), IncrementLog(), Full()]
     try:
         chosen = [] if isinstance(policies, str) else list(policies)
     except TypeError:  # one, not in a list

@@ -41,6 +41,8 @@ class SaveReport:
         slot_bytes: bytes of the same for optimizer slots.
         dense_bytes: bytes of the files of everything that is not a table.
         manifest_bytes: bytes of all manifests.
+        merged_bytes: bytes of the baseline that the save brings along, which a process of its own
+            has merged; not among the bytes above. 0 for a save without one.
         state_bytes: bytes of tables, slots and dense leaves in memory, which a plain full save
             would write.
         blocking_secs: seconds that training waited, on this process.
@@ -107,6 +109,7 @@ class SaveReport:
     total_secs: float
     reason: str
     restores: int
+    merged_bytes: int = 0
     auto_bits: int | None = None
     sample_rows: int | None = None
     mean_row_error: float | None = None

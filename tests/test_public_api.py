@@ -27,6 +27,7 @@ PUBLIC = {
     "Fate",
     "Full",
     "Identity",
+    "IncrementLog",
     "Intermittent",
     "LeafDescription",
     "Lookup",

@@ -81,7 +81,9 @@ def test_the_command_prints_the_same(
     assert result.stdout.splitlines()[:-1] == str(found).splitlines()
     document = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert document["policies"] == found.asdict()["policies"]
-    assert {"intermittent", "one_shot", "consecutive", "full"} == set(found.schedules)
+    assert set(found.schedules) == {
+        *("intermittent", "one_shot", "consecutive", "increment_log", "full"),
+    }
 
 
 class Watched:

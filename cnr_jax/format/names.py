@@ -25,10 +25,13 @@ MOMENT_CODECS, MOMENTS = ("cnr.octave", "cnr.unit"), "moments"
 DENSE_TILES = "dense_tiles"
 # Steps that stand for others, and may hold rows in several layers.
 MERGED = "merged"
+# Full checkpoints that bring a merged baseline along: rows that they have saved themselves are in a
+# layer over it, and may be added to it.
+BASELINE = "baseline"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
 KNOWN_FEATURES: frozenset[str] = frozenset(
-    {ZSTD, BLOSC, DENSE_TILES, LATTICE, MOMENTS, MERGED}
+    {ZSTD, BLOSC, DENSE_TILES, LATTICE, MOMENTS, MERGED, BASELINE}
 )
 
 # Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.

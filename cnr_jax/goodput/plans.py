@@ -60,7 +60,7 @@ class Plan:
     @property
     def stored_bytes(self) -> int:
         """Most bytes that storage must hold: before, during and after each commit."""
-        most = int(self.schedule.written.max())
+        most = int(self.schedule.stored.max())
         return int(self.schedule.transient.max()) + (self.in_flight - 1) * most
 
 

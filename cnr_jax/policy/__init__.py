@@ -11,6 +11,7 @@ from __future__ import annotations
 from cnr_jax.policy.baseline import Consecutive as Consecutive
 from cnr_jax.policy.baseline import Decision as Decision
 from cnr_jax.policy.baseline import Full as Full
+from cnr_jax.policy.baseline import IncrementLog as IncrementLog
 from cnr_jax.policy.baseline import Kind as Kind
 from cnr_jax.policy.baseline import OneShot as OneShot
 from cnr_jax.policy.baseline import Policy as Policy

@@ -9,7 +9,7 @@ save is always safe, so the decision is full whenever a history says too little.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from cnr_jax.errors import OptionError
@@ -64,9 +64,12 @@ class Decision:
         parent: number of the step that a delta rests on; None for a full save.
         codec: name of the row codec to use in place of the configured one, or None.
         reason: why, in a few words, for logs and reports.
+        merge: whether to merge the chain of this save, once it is committed, into a baseline. That
+            takes place in the background, and a later delta that brings the baseline along is full.
 
     Raises:
-        OptionError: if a delta has no parent, a full save has one, or `kind` is neither.
+        OptionError: if a delta has no parent, a full save has one or is to be merged, or `kind` is
+            neither.
 
     Example:
         >>> Decision(kind="delta", parent=100, reason="rows since step 100").parent
@@ -77,6 +80,7 @@ class Decision:
     parent: int | None
     codec: str | None = None
     reason: str
+    merge: bool = False
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
@@ -87,6 +91,8 @@ class Decision:
                 "a decision's kind and parent do not go together\n"
                 f"  {self.kind}: expected {wanted}, got parent {self.parent!r}"
             )
+        if self.merge and self.kind == "full":
+            raise OptionError("a full save has no chain to merge: got merge=True")
 
 
 class Policy(Protocol):
@@ -210,6 +216,66 @@ class Consecutive:
             held = count_of(len(cycle) - 1, "delta")
             return full_because(f"the chain has {held}, max_chain is {self.max_chain}")
         return delta_on(cycle[-1], "rows since the last save")
+
+
+@dataclass(frozen=True, slots=True)
+class IncrementLog:
+    """Policy of deltas on the save before, whose chains are merged in the background.
+
+    A save writes only what has changed since the last committed one, as with `Consecutive`. Once
+    its chain is long, a process of low priority merges that chain into a baseline, from stored
+    bytes to stored bytes. The next save brings the baseline along: it is full, although training
+    has written only a delta. So restores stay short, and training writes one baseline in a run.
+
+    Attributes:
+        merge_at: number of checkpoints in a chain, the full one among them, from which on it is
+            merged; 2 or more.
+        max_chain: most deltas that a restore has to replay, for runs in which merges fail or take
+            longer than saves. The save after that many is full. None: four times `merge_at`.
+
+    Raises:
+        OptionError: if `merge_at` is less than 2, or `max_chain` less than 1.
+
+    Example:
+        >>> saves = [
+        ...     SaveRecord(step=7, kind="full", bytes=9, rows=3, secs=0.1, depth=1),
+        ...     SaveRecord(step=8, kind="delta", bytes=3, rows=1, secs=0.1, depth=2),
+        ... ]
+        >>> IncrementLog(merge_at=3).decide(saves).merge
+        True
+
+    Source: DECK (PVLDB 2025), increments that are merged apart from training.
+    """
+
+    name: ClassVar[str] = "increment_log"
+    merge_at: int = 4
+    max_chain: int | None = None
+
+    def __post_init__(self) -> None:
+        take_integers(self, "merge_at")
+        take_limit(self, "max_chain")
+        if integer(self.merge_at) is None or self.merge_at < 2:
+            raise OptionError(
+                f"merge_at cannot be {self.merge_at!r}\n"
+                "  expected a number of checkpoints, 2 or more\n"
+                "  hint: Full() writes no deltas, Consecutive() merges none"
+            )
+
+    def decide(self, history: Sequence[SaveRecord]) -> Decision:
+        """Returns a delta on the last save, to be merged with its chain if that is long."""
+        cycle = since_baseline(history)
+        if not cycle:
+            return full_because(NO_BASELINE)
+        most = self.max_chain or 4 * self.merge_at
+        last = cycle[-1]
+        held = last.depth or len(cycle)
+        if held > most:
+            return full_because(
+                f"the chain has {count_of(held - 1, 'delta')}, at most {most} are to be"
+                " replayed, and no merged baseline is there"
+            )
+        found = delta_on(last, "rows since the last save")
+        return replace(found, merge=held + 1 >= self.merge_at)
 
 
 def full_because(reason: str) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import os
@@ -26,18 +27,25 @@ from cnr_jax.format.manifest import (
     dump,
     joined_motion,
 )
-from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, check_cover, load_process
-from cnr_jax.repository.index.save_plan import SavePlan
+from cnr_jax.format.tiles import (
+    ArrayEntry,
+    ProcessManifest,
+    check_cover,
+    dump_process,
+    load_process,
+)
+from cnr_jax.repository.index.save_plan import MergedBaseline, SavePlan
 from cnr_jax.repository.rows_writer import Written
 from cnr_jax.repository.store import (
     AnyPath,
     digest_of,
     exists,
     read_all,
+    store_of,
     sync_directory,
     write_durably,
 )
-from cnr_jax.repository.store.checked import file_bytes
+from cnr_jax.repository.store.checked import file_bytes, read_checked
 
 
 def write_manifest(
@@ -45,6 +53,7 @@ def write_manifest(
     plan: SavePlan,
     own: Written,
     *,
+    root: AnyPath,
     history: tuple[HistoryEntry, ...],
     tables: tuple[TableEntry, ...],
     dense_leaves: tuple[DenseLeaf, ...],
@@ -60,6 +69,7 @@ def write_manifest(
         directory: directory of the item.
         plan: plan of the save.
         own: what this process has written.
+        root: root that the save goes to.
         history: saves of the branch since its latest full save, without this one.
         tables: tables of the state, as the manifest lists them.
         dense_leaves: leaves of the state that belong to no table, as the manifest lists them.
@@ -81,12 +91,16 @@ def write_manifest(
         ManifestError: if the processes together have not written all of the state.
     """
     digests, processes = _read_processes(directory, plan.uuid, own)
+    if plan.baseline is not None:
+        digest, merged = _bring(root, directory, plan.baseline, plan.uuid)
+        digests, processes = (*digests, digest), [*processes, merged]
     tiles = [tile for process in processes for tile in process.tiles]
     check_cover(tables, tiles, os.fspath(directory))
     dense = (tile for each in processes for tile in each.dense_tiles)
     check_dense_cover(dense_leaves, dense, os.fspath(directory))
     totals = totals_of(processes, digests)
-    features = sorted({each for process in processes for each in process.features})
+    features = {each for process in processes for each in process.features}
+    features |= {names.BASELINE} if plan.baseline else set()
     manifest = Manifest(
         uuid=plan.uuid,
         step=plan.step,
@@ -96,7 +110,7 @@ def write_manifest(
         tracking=tracking,
         recorded_clock=recorded_clock,
         fingerprint_clock=fingerprint_clock,
-        parent=plan.parent,
+        parent=plan.rests_on,
         processes=digests,
         dense_files=(),
         dense_leaves=dense_leaves,
@@ -108,7 +122,7 @@ def write_manifest(
         restores=plan.restores,
         written_at_unix_secs=round(time.time(), 3),
         writer=software(),
-        required_features=tuple(features),
+        required_features=tuple(sorted(features)),
         run=plan.run or None,
         forks=plan.forks,
         encoding=encoding,
@@ -117,6 +131,37 @@ def write_manifest(
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)
     return manifest, digest.bytes, processes
+
+
+def _bring(
+    root: AnyPath, directory: AnyPath, baseline: MergedBaseline, uuid: str
+) -> tuple[FileDigest, ProcessManifest]:
+    """Moves the rows of a baseline into the item of a save, which names them in its manifest.
+
+    Args:
+        root: root that holds the folder of the baseline.
+        directory: directory of the item.
+        baseline: the baseline.
+        uuid: uuid of the save.
+
+    Returns:
+        Digest and contents of the process manifest, which is durable.
+
+    Raises:
+        IntegrityError: if the manifest of the baseline is missing or damaged.
+        OSError: if a file cannot be read or written.
+    """
+    folder, process = root / baseline.folder, baseline.process
+    path = names.process_manifest(process)
+    known = FileDigest(path=path, bytes=baseline.bytes, sha256=baseline.digest)
+    found = load_process(read_checked(folder, known), os.fspath(folder / path))
+    made = dataclasses.replace(found, uuid=uuid)
+    rows = names.rows_directory(process)
+    if made.arrays:
+        store_of(folder).move(folder / rows, directory / rows)
+    digest = write_durably(directory / path, dump_process(made))
+    store_of(folder).remove_tree(folder)  # what is left of it
+    return digest, made
 
 
 def _read_processes(
@@ -158,7 +203,7 @@ def totals_of(
     )
     slots = sum(process.slot_bytes for process in processes)
     return Totals(
-        rows=sum(_rows(process) for process in processes),
+        rows=sum(rows_of(process) for process in processes),
         table_bytes=arrays - slots,
         slot_bytes=slots,
         dense_bytes=sum(
@@ -209,13 +254,13 @@ def _history(
     return bounded_history((*before, saved))
 
 
-def _rows(process: ProcessManifest) -> int:
-    """Number of rows of tables: each counts once, however many tiles and segments hold it."""
+def rows_of(process: ProcessManifest, layer: int = 0) -> int:
+    """Number of rows of tables in a layer; each counts once, however many tiles hold it."""
     return sum(
         process.row_ids[tile.segments[0].row_ids].count
         for tile in process.tiles
         if tile.leaf == "table"
-        and not tile.layer
+        and tile.layer == layer
         and tile.segments
         and all(start == 0 for start, _ in tile.box[1:])
     )

@@ -205,6 +205,7 @@ class RowsWriter:
         dense: tiles of dense leaves, in the order in which their bytes come.
         compression: compression of arrays whose codec does not ask for another; None: none.
         below: parts of all rows of tiles as they are in the step that the save rests on.
+        layer: number of the layer that its tiles are in.
     """
 
     def __init__(
@@ -217,7 +218,9 @@ class RowsWriter:
         *,
         compression: str | None = None,
         below: Mapping[TileKey, Parts] = _NOTHING,
+        layer: int = 0,
     ) -> None:
+        self._layer = layer
         self._directory, self._compression = directory, compression
         self._rows = directory / names.rows_directory(process)
         # TensorStore syncs files together with their folders, or not at all.
@@ -410,7 +413,11 @@ class RowsWriter:
                 for part in part_arrays(plan.codec, plan.width, plan.dtype):
                     self._slot_bytes[part.array] += plan.count * part.row_bytes
         return Tile(
-            table=plan.table, leaf=plan.leaf, box=plan.box, segments=tuple(segments)
+            table=plan.table,
+            leaf=plan.leaf,
+            box=plan.box,
+            segments=tuple(segments),
+            layer=self._layer,
         )
 
     def _codec(self, codec: Codec) -> int:

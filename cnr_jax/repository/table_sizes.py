@@ -25,6 +25,8 @@ def held_tables(
     tiles: Counter[tuple[str, str]] = Counter()
     codecs: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     nbytes: Counter[tuple[str, str]] = Counter()
+    # Rows in higher layers are there once more.
+    lowest = min((t.layer for each in processes for t in each.tiles), default=0)
     for process in processes:
         listed = [codec_text(each.name, each.configuration) for each in process.codecs]
         sizes = _part_bytes(process)
@@ -32,7 +34,8 @@ def held_tables(
         for tile in process.tiles:
             leaf = tile.table, tile.leaf
             tiles[leaf] += 1
-            if tile.segments and all(start == 0 for start, _ in tile.box[1:]):
+            is_first = all(start == 0 for start, _ in tile.box[1:])
+            if tile.segments and is_first and tile.layer == lowest:
                 rows[leaf] += process.row_ids[tile.segments[0].row_ids].count
             for segment in tile.segments:
                 ids = process.row_ids[segment.row_ids]

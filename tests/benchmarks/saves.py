@@ -13,7 +13,7 @@ from checks import check_restored, first_check
 from harness import Figures
 
 DIM = 64
-POLICIES = ("Full", "OneShot", "Consecutive", "Intermittent")
+POLICIES = ("Full", "OneShot", "Consecutive", "IncrementLog", "Intermittent")
 BITS = {"cnr-2bit": 2, "cnr-4bit": 4, "cnr-4bit-zstd": 4, "cnr-8bit": 8}
 
 
@@ -74,7 +74,10 @@ def delta_saves(params: dict[str, Any], root: Path) -> Figures:
 
 
 def run_of_saves(params: dict[str, Any], root: Path) -> Figures:
-    """12 saves under a policy, of which the latest one is kept with what it rests on."""
+    """12 saves under a policy, of which the latest one is kept with what it rests on.
+
+    Merges end between two saves. What they write counts apart, and to the capacity.
+    """
     import orbax.checkpoint as ocp
 
     import cnr_jax as cnr
@@ -93,28 +96,51 @@ def run_of_saves(params: dict[str, Any], root: Path) -> Figures:
     lookups = workload.Popularity(params["rows"])
     written: list[int] = []
     steady: list[int] = []
-    transient, fulls = 0, 0
+    held: list[int] = []
+    transient, fulls, merged = 0, 0, 0
     for step in range(12):
         if step:
             state, touched = workload.touch(state, touched, lookups.interval())
         system.save(step, state, touched)
         system.wait()
-        written.append(harness.files_and_bytes(system.step_path(step))[1])
-        # What goes is deleted only after the new step is committed.
-        transient = max(transient, written[-1] + (steady[-1] if steady else 0))
-        steady.append(harness.files_and_bytes(system.root)[1])
-        if policy in POLICIES:
-            fulls += system.manager.last_report.kind == "full"
+        size = harness.files_and_bytes(system.step_path(step))[1]
+        report = system.manager.last_report if policy in POLICIES else None
+        brought = report.merged_bytes if report else 0
+        written.append(size - brought)
+        merged += brought
+        # What goes is deleted only after the new step is committed. A baseline is there before.
+        transient = max(transient, written[-1] + (held[-1] if held else 0))
+        if report is not None:
+            fulls += report.kind == "full"
+            steady.append(_bytes_of_steps(system.root))
+            _wait_for_merge(system.manager)
+        else:
+            steady.append(harness.files_and_bytes(system.root)[1])
+        held.append(harness.files_and_bytes(system.root)[1])
+        transient = max(transient, held[-1])
     check_restored(system.restore(11, abstract), state, BITS.get(name))
     system.close()
     return {
         "written_bytes": sum(written),
+        "merged_bytes": merged,
         "steady_bytes": max(steady),
         "transient_bytes": transient,
         "fulls": fulls if policy in POLICIES else 12,
         **{f"written.{i:02}": size for i, size in enumerate(written)},
         **{f"steady.{i:02}": size for i, size in enumerate(steady)},
     }
+
+
+def _wait_for_merge(manager: Any) -> None:
+    """Waits until no chain is being merged, as if training took long between two saves."""
+    while manager._handler.lifecycle.merging.is_busy:
+        time.sleep(0.05)
+
+
+def _bytes_of_steps(root: Path) -> int:
+    """Bytes of the committed steps of a root."""
+    steps = (each for each in root.iterdir() if each.name.isdigit())
+    return sum(harness.files_and_bytes(each)[1] for each in steps)
 
 
 def warm_up(name: str, root: Path) -> None:

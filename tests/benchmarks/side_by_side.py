@@ -170,7 +170,10 @@ def present_runs(results: Results) -> None:
     if full is None:
         return
     written, one = full.median("written_bytes"), full.median("steady_bytes")
-    header = ("12 saves", "fulls", "MB", "times fewer", "steady", "transient")
+    header = (
+        *("12 saves", "fulls", "MB", "times fewer", "all bytes, times fewer"),
+        *("steady", "transient"),
+    )
     lines = []
     for case in results.group("run"):
         lines.append(
@@ -179,6 +182,7 @@ def present_runs(results: Results) -> None:
                 f"{case.median('fulls'):.0f}",
                 f"{case.median('written_bytes') / 1e6:.1f}",
                 f"{written / case.median('written_bytes'):.2f}",
+                f"{written / _all_bytes(case):.2f}",
                 f"{case.median('steady_bytes') / one:.3f}",
                 f"{case.median('transient_bytes') / one:.3f}",
             ]
@@ -194,6 +198,11 @@ def present_runs(results: Results) -> None:
         fewer = written / case.median("written_bytes")
         print_mark("Intermittent, times fewer bytes", fewer, 12, least=True)
         print_mark("Intermittent, steady", case.median("steady_bytes") / one, 0.25)
+
+
+def _all_bytes(case: harness.Measured) -> float:
+    """Bytes that training has written, and merges beside it."""
+    return case.median("written_bytes") + case.median("merged_bytes")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def kept_for(
     plan: SavePlan, ledger: Ledger
 ) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """The chain below a save, and the newest other full checkpoints of its branch."""
-    parent = ledger.entries.get(plan.parent.directory) if plan.parent else None
+    below = plan.rests_on
+    parent = ledger.entries.get(below.directory) if below else None
     chain = ledger.chain(parent) if parent else []
     fulls = [entry for entry in ledger.branch() if entry.stands_alone][-_FULLS:]
     own = {entry.uuid for entry in chain}

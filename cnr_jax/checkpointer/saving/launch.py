@@ -219,6 +219,7 @@ def _write_rows(
             tiles,
             compression=encoding.packing,
             below=_below(flight, plans, parents),
+            layer=flight.plan.layer,
         )
         try:
             flight.written = writer.write(stage, host_device(), compared)

@@ -17,19 +17,21 @@ from cnr_jax.checkpointer.saving.chain_look import (
 )
 from cnr_jax.checkpointer.saving.in_flight import SaveInFlight
 from cnr_jax.checkpointer.saving.listener import Listener
+from cnr_jax.checkpointer.saving.merging import Merging
 from cnr_jax.checkpointer.saving.meter import Meter
 from cnr_jax.checkpointer.saving.reporting import (
     report_of_committed,
     report_of_dropped,
     with_mirror,
 )
+from cnr_jax.format import names
 from cnr_jax.format.manifest import HistoryEntry, Manifest
-from cnr_jax.format.names import TEMPORARY_SUFFIX
 from cnr_jax.options import Options
+from cnr_jax.repository.compaction.baseline import problem_of, remove_baseline
 from cnr_jax.repository.index.entries import entry_of
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.planner import Planner
-from cnr_jax.repository.index.save_plan import SavePlan
+from cnr_jax.repository.index.save_plan import MergedBaseline, SavePlan
 from cnr_jax.repository.mirroring.mirror import Mirror
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.telemetry import SaveReport
@@ -57,6 +59,7 @@ class Lifecycle:
             a manager of ours are in a pipeline.
         report: report of the last save that was committed or dropped.
         last_failure: error of the save that ended last, without frames; None if it succeeded.
+        merging: merges chains of committed saves, whose policy asks for it.
         listener: listener, which gets the reports of saves.
         mirror: mirror that committed saves are copied to; None: there is none, or another process
             copies.
@@ -74,6 +77,7 @@ class Lifecycle:
         self._writer, self._planner = writer, planner
         self._min_fulls = options.min_fulls
         self._has_said_dropped = False
+        self.merging = Merging(self._offer)
         self.listener = Listener(options.on_save, metrics=options.metrics)
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None
@@ -107,7 +111,7 @@ class Lifecycle:
     def history_before(self, flight: SaveInFlight) -> tuple[HistoryEntry, ...]:
         """History of the saves before a save, all of which are over, for its manifest."""
         found, plan = tuple(self.open), flight.plan
-        for each in reversed(found[: found.index(flight)] if plan.parent else ()):
+        for each in reversed(found[: found.index(flight)] if plan.rests_on else ()):
             made = each.made
             if each.is_committed and made is not None and made.lineage == plan.lineage:
                 return made.history
@@ -121,7 +125,7 @@ class Lifecycle:
         Raises:
             SaveError: if a file is missing or cut short, or the save before may not be durable.
         """
-        if self.doubt and flight in self.open and flight.plan.parent:
+        if self.doubt and flight in self.open and flight.plan.rests_on:
             raise errors.SaveError(
                 f"step {flight.step} is not saved: {self.doubt}\n"
                 "  the next save is a full one, and contains its rows",
@@ -232,6 +236,42 @@ class Lifecycle:
                     ledger.drop(each.directory)
                     ledger.part()  # the steps that it was to leave behind count again
                 self._planner.failed(each.uuid)
+                self._drop(each.baseline)
+
+    def _offer(self, baseline: MergedBaseline) -> None:
+        """Lets the next save bring a merged baseline along."""
+        with self._writer.looking:
+            before, self._planner.baseline = self._planner.baseline, baseline
+        self._drop(before)
+
+    def look_for_baseline(self) -> None:
+        """Forgets the merged baseline if no save can bring it along any more.
+
+        Such as after a rollback, or if its files are gone: who takes a root over clears them away.
+        """
+        ledger, place = self._writer.ledger, self._writer.place
+        if ledger is None or place is None:
+            return
+        self._drop(self._planner.without_stale(ledger))
+        found = self._planner.baseline
+        if found is not None and (problem := problem_of(place.root, found)):
+            _log.warning(
+                "the merged chain of step %s is not used: %s", found.directory, problem
+            )
+            self._planner.baseline = None
+            self._drop(found)
+
+    def _drop(self, baseline: MergedBaseline | None) -> None:
+        """Removes what is left of a merged baseline."""
+        place = self._writer.place
+        if baseline is not None and place is not None and self._writer.writes:
+            remove_baseline(place.root, baseline.folder)
+
+    def close(self) -> None:
+        """Ends the merging of chains."""
+        self.merging.close()
+        self._drop(self._planner.baseline)
+        self._planner.baseline = None
 
     def wait(self) -> None:
         """Waits until all saves are over."""
@@ -336,8 +376,9 @@ class Lifecycle:
         if flight.error is None:
             self.fail(flight, flight.reason())
         if not self.managed:
-            self._writer.discard(f"{flight.place.directory}{TEMPORARY_SUFFIX}")
+            self._writer.discard(f"{flight.place.directory}{names.TEMPORARY_SUFFIX}")
         self._planner.failed(flight.plan.uuid)
+        self._drop(flight.plan.baseline)
         self._writer.undo()
         self._end(flight)
 

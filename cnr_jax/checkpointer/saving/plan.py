@@ -29,7 +29,7 @@ from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry, entry_of
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner, motion_of
-from cnr_jax.repository.index.save_plan import SavePlan
+from cnr_jax.repository.index.save_plan import MergedBaseline, SavePlan
 from cnr_jax.repository.layout import check_is_free
 from cnr_jax.repository.step import read_manifest, read_processes
 from cnr_jax.repository.store import can
@@ -223,6 +223,7 @@ class Planning:
                 ):
                     ledger = self._claimed(directory, found)
                     gaps += self._writer.note_gaps()
+                    lifecycle.look_for_baseline()
                     plan = self._planner.plan(
                         ledger,
                         directory,
@@ -388,7 +389,7 @@ def check_told(told: Sequence[Mapping[str, str]]) -> None:
 def _plan_of(document: dict[str, Any]) -> SavePlan:
     """Makes the plan that process 0 sent as JSON."""
     parent, forks = document["parent"], document["forks"]
-    encoding = document["encoding"]
+    encoding, baseline = document["encoding"], document["baseline"]
     return SavePlan(
         **{
             **document,
@@ -396,5 +397,6 @@ def _plan_of(document: dict[str, Any]) -> SavePlan:
             "abandoned": tuple(document["abandoned"]),
             "forks": None if forks is None else tuple(Fork(**each) for each in forks),
             "encoding": encoding and encoding_told(encoding),
+            "baseline": MergedBaseline(**baseline) if baseline else None,
         }
     )

@@ -44,7 +44,7 @@ def report_of_begun(
         step=plan.step,
         kind=plan.kind,
         tracking=tracking,
-        parent=step_number(plan.parent.directory) if plan.parent else None,
+        parent=step_number(plan.rests_on.directory) if plan.rests_on else None,
         generation=plan.generation,
         rows=0,
         table_bytes=0,
@@ -78,20 +78,23 @@ def report_of_committed(
 
     Process 0 knows the tables and manifest bytes of all processes before, the others only now.
     """
-    totals, written = manifest.totals, flight.written
+    totals, written, merged = manifest.totals, flight.written, flight.plan.baseline
     rounding = written.row_errors if written else None
     tables_held, manifest_bytes = known.tables, known.manifest_bytes
+    rows = known.rows
     if not manifest_bytes:  # another process has written the manifest
         manifest_bytes = totals.manifest_bytes + len(dump(manifest))
         tables_held = held_tables(manifest, [written.manifest]) if written else ()
+        rows = totals.rows if merged is None else flight.rows
     return dataclasses.replace(
         known,
         state_bytes=state_bytes(tables, flight.dense_leaves),
-        rows=totals.rows,
-        table_bytes=totals.table_bytes,
-        slot_bytes=totals.slot_bytes,
+        rows=rows,
+        table_bytes=totals.table_bytes - (merged.table_bytes if merged else 0),
+        slot_bytes=totals.slot_bytes - (merged.slot_bytes if merged else 0),
+        merged_bytes=merged.all_bytes if merged else 0,
         dense_bytes=totals.dense_bytes,
-        manifest_bytes=manifest_bytes,
+        manifest_bytes=manifest_bytes - (merged.bytes if merged else 0),
         total_secs=manifest.history[-1].secs,
         tables=tables_held,
         sample_rows=rounding.rows if rounding else None,
@@ -118,6 +121,7 @@ def report_of_dropped(
     """
     return dataclasses.replace(
         known,
+        rows=0,
         manifest_bytes=0,
         tables=(),
         state_bytes=state_bytes(tables, flight.dense_leaves),

@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from cnr_jax import errors
 from cnr_jax.args import Save, planned_args
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
@@ -479,6 +481,9 @@ class Saves:
         if save.step not in gone:
             self._note_own(save)
         self.put_catalogue()
+        if save.decided is not None and save.decided.merges and save.step not in gone:
+            root, count = self.steps.root, jax.process_count()
+            self._lifecycle.merging.merge(root, save.decided, save.item, count)
         return {"gone": gone, "stay": stay}
 
     def _note_own(self, save: SaveInFlight) -> None:

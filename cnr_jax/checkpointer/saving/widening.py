@@ -247,7 +247,7 @@ class Widening:
 
     def _say_bytes(self, plan: SavePlan, motion: SampledMotion | None) -> None:
         """Logs how many bytes the rows of an exact full checkpoint take."""
-        if plan.kind != "full":
+        if plan.parent is not None:
             return
         tables = self._tables.values()
         exact = sum(leaf.nbytes for table in tables for leaf in table.leaves)

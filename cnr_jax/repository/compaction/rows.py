@@ -204,6 +204,7 @@ class MergedRows:
         chain: readers of the chain, the full checkpoint first.
         directory: directory of the item to write, which must exist.
         compression: compression of arrays whose codec does not ask for another; None for none.
+        process: number of that process.
     """
 
     def __init__(
@@ -211,12 +212,14 @@ class MergedRows:
         chain: Sequence[StepReader],
         directory: AnyPath,
         compression: str | None,
+        *,
+        process: int = 0,
     ) -> None:
-        self._chain, self._directory = chain, directory
+        self._chain, self._directory, self._process = chain, directory, process
         for reader in chain:
             reader.in_blocks = True
         self._compression = compression
-        self._rows = directory / names.rows_directory(0)
+        self._rows = directory / names.rows_directory(process)
         self.syncs = syncs_directories(directory)
         self._codecs: dict[Codec, int] = {}
         self._ids: list[RowIds] = []
@@ -226,11 +229,12 @@ class MergedRows:
         self._slot_bytes: dict[str, int] = {}
         self._tiles: list[Tile] = []
 
-    def write(self, uuid: str) -> ProcessManifest:
+    def write(self, uuid: str, *, dense: bool = True) -> ProcessManifest:
         """Writes all rows, then the dense leaves that are stored as tiles.
 
         Args:
             uuid: uuid of the merged checkpoint.
+            dense: whether to write dense leaves.
 
         Returns:
             Manifest of its process, which is not written yet.
@@ -238,7 +242,7 @@ class MergedRows:
         Raises:
             IntegrityError, FormatError: if a part of the chain is missing or damaged.
         """
-        dense: DenseWriter | None = None
+        copied: DenseWriter | None = None
         try:
             leaves = planned_tiles(self._chain)
             self._open(leaves)
@@ -250,21 +254,21 @@ class MergedRows:
                 for reader in self._chain:
                     reader.forget_positions()
             self._write_ids()
-            dense = self._copy_dense()
+            copied = self._copy_dense() if dense else None
             arrays: dict[str, ArrayEntry] = {}
             for name, writer in self._writers.items():
                 entry = writer.finish()
                 if entry is not None:
                     arrays[name] = entry
-            part = dense.finish()
+            part = copied.finish() if copied else None
         except BaseException:
             # The caller may remove the folder at once, so nothing may be written any more.
-            for writer in (*self._writers.values(), *([dense] if dense else ())):
+            for writer in (*self._writers.values(), *([copied] if copied else ())):
                 writer.stop()
             raise
         return ProcessManifest(
             uuid=uuid,
-            process=0,
+            process=self._process,
             arrays=arrays,
             codecs=tuple(
                 NamedConfiguration(name=c.name, configuration=c.configuration())

@@ -35,7 +35,7 @@ from cnr_jax.repository.index.entries import (
 )
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.runs import Runs, Stamps
-from cnr_jax.repository.index.save_plan import SavePlan
+from cnr_jax.repository.index.save_plan import MergedBaseline, SavePlan
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
@@ -87,6 +87,7 @@ class Planner:
         runs: runs of the root, which tell the run of a save.
         branches: branch of each lineage that may go on, by what is committed of it.
         begun: saves whose outcome is not known yet, by uuid, in order.
+        baseline: merged baseline that waits for a save of its lineage; None: none does.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Planner:
         self.runs = Runs(self._nonce, new_run=new_run)
         self.branches: dict[str, Branch] = {}
         self.begun: dict[str, Begun] = {}
+        self.baseline: MergedBaseline | None = None
 
     def goes_on(self, stamps: Stamps) -> bool:
         """Whether a save can be planned as if all saves that have begun were committed.
@@ -168,8 +170,12 @@ class Planner:
         )
         self.runs.tries(directory)
         gone = {entry.directory for entry in abandoned}
+        brings = not (full or exact or urgent)
+        baseline = self._usable(ledger, branch, doubt, begins) if brings else None
         if full:
             decision = full_because("a full save was asked for")
+        elif baseline is not None:
+            decision = _bringing(baseline)
         else:
             decision = self._decide(ledger, branch, step, doubt, urgent, begins)
         parent = self._parent(ledger, branch, decision)
@@ -203,11 +209,15 @@ class Planner:
                 step=step,
             ),
             encoding=self.runs.encoding_of(run),
+            merges=decision.merge,
+            baseline=baseline,
         )
 
     def begins(self, plan: SavePlan) -> None:
         """Notes a save that begins, so that the next may rest on it."""
         self.begun[plan.uuid] = Begun(plan)
+        if plan.baseline is not None:
+            self.baseline = None
 
     def staged(self, uuid: str, rows: int) -> None:
         """Notes about how many rows a save writes, if it has begun."""
@@ -236,7 +246,7 @@ class Planner:
 
     def history_before(self, plan: SavePlan) -> tuple[HistoryEntry, ...]:
         """History of the committed saves that a planned save follows; empty if it is full."""
-        return self.branches[plan.lineage].history if plan.parent else ()
+        return self.branches[plan.lineage].history if plan.rests_on else ()
 
     def restored(
         self,
@@ -344,7 +354,7 @@ class Planner:
             plan = begun.plan
             if plan.lineage != lineage:
                 continue
-            history = branch.history if plan.parent else ()
+            history = branch.history if plan.rests_on else ()
             branch = dataclasses.replace(
                 branch,
                 parents={**branch.parents, plan.uuid: plan.clock},
@@ -397,6 +407,37 @@ class Planner:
                 )
         _log.info("step %d is saved full: %s", step, reason)
         return full_because(reason)
+
+    def _usable(
+        self, ledger: Ledger, branch: Branch, doubt: str, begins: bool
+    ) -> MergedBaseline | None:
+        """The merged baseline, if a save of a branch may rest on its step; else None.
+
+        The step must be in the chain of the tip: after a newer full save a delta on that is
+        smaller.
+        """
+        found, tip = self.baseline, branch.tip
+        if found is None or tip is None:
+            return None
+        if self._obstacle(ledger, branch, doubt, begins) is not None:
+            return None
+        if not self._is_below(found, tip, ledger):
+            return None
+        parent = self._parent(ledger, branch, _bringing(found))
+        return found if parent is not None and parent.uuid == found.uuid else None
+
+    def without_stale(self, ledger: Ledger) -> MergedBaseline | None:
+        """Forgets the merged baseline if no branch goes on from its step; returns it then."""
+        found = self.baseline
+        tips = [b.tip for b in self.branches.values() if b.tip is not None]
+        if found is None or any(self._is_below(found, tip, ledger) for tip in tips):
+            return None
+        self.baseline = None
+        return found
+
+    @staticmethod
+    def _is_below(found: MergedBaseline, tip: Entry, ledger: Ledger) -> bool:
+        return any(each.uuid == found.uuid for each in ledger.along(tip))
 
     def _seen(self, ledger: Ledger, branch: Branch) -> list[SaveRecord]:
         """Records for the policy of the saves of a branch since its latest full one."""
@@ -471,6 +512,13 @@ class Planner:
                     clock=branch.parents[entry.uuid],
                 )
         return None
+
+
+def _bringing(baseline: MergedBaseline) -> Decision:
+    """Decision for a delta that brings a merged baseline along."""
+    step = names.step_number(baseline.directory)
+    reason = f"the chain of step {step} is merged: {baseline.merged} checkpoints"
+    return Decision(kind="delta", parent=step, reason=reason)
 
 
 def motion_of(chain: Sequence[Entry]) -> SampledMotion | None:

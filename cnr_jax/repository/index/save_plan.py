@@ -1,4 +1,4 @@
-"""What is decided about one save."""
+"""What is decided about one save, and the merged baseline that it may bring along."""
 
 from __future__ import annotations
 
@@ -8,6 +8,40 @@ from cnr_jax.format import names
 from cnr_jax.format.encodings import EncodingEntry
 from cnr_jax.format.manifest import Fork, Kind, ParentRef
 from cnr_jax.repository.index.entries import Entry
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MergedBaseline:
+    """Rows of the chain of a step, merged into those of one process of a save that is to come.
+
+    Attributes:
+        folder: name of the folder of the root that they are in, which no reader lists.
+        directory: name of the step directory that was merged.
+        uuid: uuid of its checkpoint.
+        process: number of the process; those before it save the rest of the step.
+        layers: number of layers of its tiles. Rows of the save lie in a layer above them.
+        digest: SHA-256 of the process manifest, in hexadecimal digits.
+        bytes: size of that manifest.
+        table_bytes: bytes of its rows of tables, as in `Totals`.
+        slot_bytes: bytes of its rows of slots.
+        merged: number of checkpoints that were merged.
+    """
+
+    folder: str
+    directory: str
+    uuid: str
+    process: int
+    layers: int
+    digest: str
+    bytes: int
+    table_bytes: int
+    slot_bytes: int
+    merged: int
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all that it adds to a step."""
+        return self.table_bytes + self.slot_bytes + self.bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +71,9 @@ class SavePlan:
             generation in its name, they stay, and its commit leaves them behind.
         earlier: folder of the root that `abandoned` are moved into instead, because a new run
             begins; empty if none does.
+        merges: whether to merge the chain of the save into a baseline, once it is committed.
+        baseline: baseline of the parent that the save brings along, so that it is full although it
+            writes only rows that the parent does not have; None: it brings none.
     """
 
     uuid: str
@@ -57,6 +94,8 @@ class SavePlan:
     dithered_bits: int = 0
     abandoned: tuple[str, ...]
     earlier: str
+    merges: bool = False
+    baseline: MergedBaseline | None = None
 
     @property
     def step(self) -> int:
@@ -71,7 +110,17 @@ class SavePlan:
     @property
     def kind(self) -> Kind:
         """Full, or a delta on its parent."""
-        return "full" if self.parent is None else "delta"
+        return "full" if self.rests_on is None else "delta"
+
+    @property
+    def rests_on(self) -> ParentRef | None:
+        """Parent that the checkpoint needs once it is committed; None if it stands alone."""
+        return self.parent if self.baseline is None else None
+
+    @property
+    def layer(self) -> int:
+        """Number of the layer that the rows which the save itself writes are in."""
+        return self.baseline.layers if self.baseline is not None else 0
 
     @property
     def entry(self) -> Entry:
@@ -81,7 +130,7 @@ class SavePlan:
             step=self.step,
             uuid=self.uuid,
             generation=self.generation,
-            parent=self.parent,
+            parent=self.rests_on,
             run=self.run,
             forks=self.forks,
         )

@@ -416,7 +416,8 @@ def stored_segments(
             for segment in tile.segments:
                 codec = reader.codec(process, segment.codec)
                 if segment.below is not None:
-                    _check_adds(reader, codec, is_full=reader is chain[0])
+                    lowest = reader is chain[0] and not tile.layer
+                    _check_adds(reader, codec, is_full=lowest)
                 stored, encoding = _encodings(codec, trailing, shared, dtype)
                 yield StoredSegment(reader, process, tile, segment, encoding, stored)
 

@@ -1,4 +1,7 @@
-"""Folders of failed saves, which are removed before their names are used again."""
+"""Folders of failed saves, which are removed before their names are used again.
+
+Where folders cannot be renamed, also those of merged baselines that killed programs have left.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import threading
 
 from cnr_jax.format import names
+from cnr_jax.repository.layout import beside
 from cnr_jax.repository.store import AnyPath, exists, store_of
 from cnr_jax.repository.upkeep.removal import InPlaceRemover, Remover
 from cnr_jax.texts import logger
@@ -30,6 +34,8 @@ class Unfinished:
         # For each name, whether the folder was gone when `clear` looked last.
         self._gone: dict[str, bool] = {}
         self._waits = False
+        # Elsewhere `RootWriter` finds what killed programs have left.
+        self._has_looked = self._remover is not None
         self._clearing = threading.Lock()
 
     @property
@@ -45,6 +51,7 @@ class Unfinished:
         """Forgets the folder of a step, or all: another save may now write under that name."""
         if directory is None:
             self._gone.clear()
+            self._has_looked = self._remover is not None
         else:
             self._gone.pop(directory + names.TEMPORARY_SUFFIX, None)
 
@@ -57,12 +64,24 @@ class Unfinished:
         Call it only while nobody writes a save. Items other than the state may still be written.
         """
         with self._clearing:
+            self._look()
             for name, was_gone in list(self._gone.items()):
                 is_gone = self._remove(name)
                 if is_gone and was_gone:
                     del self._gone[name]
                 else:
                     self._gone[name] = is_gone
+
+    def _look(self) -> None:
+        """Notes the folders that killed programs have left, at the first call."""
+        if self._has_looked:
+            return
+        try:
+            found = beside(self._root)["unfinished"]
+        except OSError:
+            return  # the next save looks again
+        self._gone |= dict.fromkeys(found, False)
+        self._has_looked = True
 
     def wait_for_room(self) -> None:
         """Waits until the removed folders are deleted, as a save may need the room."""

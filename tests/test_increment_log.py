@@ -1,0 +1,578 @@
+"""A log of increments: chains are merged beside the run, and a later save brings the baseline."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from jax.sharding import PartitionSpec as P
+
+import cnr_jax as cnr
+from cnr_jax import errors
+from cnr_jax.checkpointer.saving import lifecycle
+from cnr_jax.checkpointer.saving import merging as merging_module
+from cnr_jax.checkpointer.saving.merging import Merging
+from cnr_jax.format import names
+from cnr_jax.policy import Decision, SaveRecord
+from cnr_jax.repository.compaction.baseline import write_baseline
+from cnr_jax.repository.index.save_plan import MergedBaseline
+from cnr_jax.repository.step import read_manifest
+from cnr_jax.repository.store import names_in
+from cnr_jax.testing import damage, inprocess
+from cnr_jax.testing.faults import Fault
+
+from .conftest import Gate, skip_below
+from .test_compaction import CUTS, Run, assert_same, kinds
+from .test_mirrors import caught_up, until
+
+pytest.importorskip("zstandard")
+pytestmark = pytest.mark.usefixtures("unsynced")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merges in this process: to start another one takes seconds."""
+
+    def made(self: Merging, root: Any, given: list[str]) -> MergedBaseline:
+        _, directory, item, folder, process = given
+        return write_baseline(root, directory, item, folder, int(process))
+
+    monkeypatch.setattr(Merging, "_made", made)
+
+
+def merged(manager: Any) -> MergedBaseline | None:
+    """Waits for the merge that goes on, if any; returns the baseline that waits for a save."""
+    manager.wait_until_finished()
+    handler = manager._handler
+    until(lambda: not handler.lifecycle.merging.is_busy, 240)
+    return handler._planner.baseline
+
+
+def log_of(run: Any, root: Any, steps: int, **options: Any) -> list[cnr.SaveReport]:
+    """Trains and saves by a log of increments whose merges end before the next save."""
+    found = []
+    given = {"policy": cnr.IncrementLog(merge_at=3), **options}
+    with run.open(root, **given) as manager:
+        for step in range(steps):
+            run.run(manager, [step])
+            found.append(manager.last_report)
+            merged(manager)
+    return found
+
+
+def left_in(root: Any) -> list[str]:
+    """Names of folders of baselines, and of saves that did not end."""
+    return [n for n in os.listdir(root) if names.TEMPORARY_SUFFIX in n]
+
+
+# ---- what a save brings along -------------------------------------------------------------
+
+
+def test_training_writes_one_baseline_and_restores_stay_short(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    reports = log_of(run, tmp_path, 10)
+    assert [each.kind for each in reports] == [
+        *("full", "delta", "delta"),
+        *("full", "delta", "delta"),
+        *("full", "delta", "delta"),
+        "full",
+    ]
+    for step, report in enumerate(reports):
+        item = tmp_path / str(step) / "default"
+        manifest, files = read_manifest(item), [*item.rglob("*")]
+        on_disk = sum(each.stat().st_size for each in files if each.is_file())
+        assert report.total_bytes + report.merged_bytes == on_disk
+        brings = step % 3 == 0 and step > 0
+        assert (report.merged_bytes > 0) == brings
+        assert (
+            report.parent is None if brings else step == 0 or report.parent == step - 1
+        )
+        assert (names.BASELINE in manifest.required_features) == brings
+        if step:
+            assert 6 <= report.rows <= 10, "rows that training has changed"
+            assert report.total_bytes < 1.2 * reports[1].total_bytes
+    assert "the chain of step 8 is merged: 3 checkpoints" in reports[9].reason
+    assert left_in(tmp_path) == []
+    assert cnr.verify(tmp_path) == ()
+    with run.open(tmp_path) as manager:
+        for step in range(10):
+            run.check(manager, step)
+    # A step that brings its baseline along needs no other.
+    for step in range(9):
+        shutil.rmtree(tmp_path / str(step))
+    with run.open(tmp_path) as manager:
+        assert manager.latest_step() == 9
+        run.check(manager, 9)
+
+
+@pytest.mark.parametrize(
+    "codec", ["adaptive", "lattice", "lattice moments", "kmeans", "raw", "bfloat16"]
+)
+def test_a_log_restores_to_the_bits_of_the_chain_without_merges(
+    tmp_path: Path, quick: None, codec: str
+) -> None:
+    codec, *slots = codec.split()
+    options = {
+        "codec": codec,
+        "tracking": "fingerprint",
+        **({"slot_codec": "moments"} if slots else {}),
+    }
+    roots = {
+        tmp_path / "log": cnr.IncrementLog(merge_at=3),
+        tmp_path / "chain": cnr.Consecutive(),
+    }
+    for root, policy in roots.items():
+        run = Run(root)
+        run.cut = P("r")
+        given = cnr.Options(policy=policy, **options)
+        with cnr.CheckpointManager(root, tables=run.tables, options=given) as manager:
+            for step in range(8):
+                run.train()
+                manager.save(step, args=cnr.args.Save(run.state()))
+                merged(manager)
+    log, chain = roots
+    expected = dict.fromkeys(map(str, range(8)), "delta")
+    assert kinds(chain) == {**expected, "0": "full"}
+    assert kinds(log) == {**expected, "0": "full", "3": "full", "6": "full"}
+    for step in range(8):
+        truth = Run(chain).restored(step)
+        for cut in CUTS if step in (3, 7) else CUTS[:1]:
+            assert_same(Run(log).restored(step, cut), truth)
+        for table in ("t", "u"):
+            rows = np.arange(0, 96, 5)
+            read = cnr.read_rows(log, table, rows, step=step)
+            assert read.tobytes() == truth[f"['{table}']"][::5].tobytes()
+    assert cnr.verify(log) == ()
+    # It is a chain like others: compaction and export take it.
+    last = Run(log).restored(7)
+    cnr.compact(log, writer_is_dead=True)
+    assert_same(Run(log).restored(7), last)
+
+
+def test_a_baseline_of_another_mesh_lies_in_layers(tmp_path: Path, quick: None) -> None:
+    skip_below(4)
+    run, options = Run(tmp_path), {"codec": "lattice", "slot_codec": "moments"}
+    run.cut = P("r")
+    run.save(options, saves=2)
+    run.cut = P(None, "c")
+    given = {
+        **options,
+        "tracking": "fingerprint",
+        "policy": cnr.IncrementLog(merge_at=3),
+    }
+    with cnr.CheckpointManager(
+        tmp_path, tables=run.tables, options=cnr.Options(**given)
+    ) as manager:
+        manager.restore(None, args=cnr.args.Restore(run.state()))
+        for _ in range(8):
+            run.train()
+            manager.save(run.step, args=cnr.args.Save(run.state()))
+            baseline = merged(manager)
+            assert baseline is None or baseline.layers >= 1
+            run.step += 1
+            # What is written is what the chain of deltas has, so the last save is the truth.
+            kept = run.restored(run.step - 1, P(None))
+            run.cut = P(None, "c")
+            for cut in (P("r"), P("r", "c")):
+                assert_same(run.restored(run.step - 1, cut), kept)
+            run.cut = P(None, "c")
+    assert list(kinds(tmp_path).values()).count("full") == 4
+    assert cnr.verify(tmp_path) == ()
+
+
+def test_retention_lets_go_of_what_was_merged(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    with run.open(
+        tmp_path, {"max_to_keep": 1}, policy=cnr.IncrementLog(merge_at=3)
+    ) as manager:
+        for step in range(14):
+            run.run(manager, [step])
+            merged(manager)
+            there = [n for n in os.listdir(tmp_path) if names.may_be_step(n)]
+            assert len(there) <= 3
+            run.check(manager, step)
+    assert cnr.verify(tmp_path) == ()
+
+
+def test_saves_go_on_while_a_chain_is_merged(
+    tiny_run: Any, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save that brings the baseline holds the rows of those that came meanwhile too."""
+    run, gate, made = tiny_run(), Gate(), Merging._made
+
+    def held(self: Merging, root: Any, given: list[str]) -> Any:
+        found = made(self, root, given)
+        gate.passes()
+        return found
+
+    monkeypatch.setattr(Merging, "_made", held)
+    gate.shut()
+    with run.open(
+        tmp_path, policy=cnr.IncrementLog(merge_at=3), max_in_flight=2
+    ) as manager:
+        run.run(manager, range(5))
+        assert manager.last_report.kind == "delta"
+        gate.open()
+        assert merged(manager).directory == "2"
+        run.run(manager, [5])
+        assert (manager.last_report.kind, manager.last_report.parent) == ("full", None)
+        run.run(manager, [6])
+        assert manager.last_report.parent == 5
+        for step in range(7):
+            run.check(manager, step)
+    assert cnr.verify(tmp_path) == ()
+
+
+def test_chains_stay_bounded_where_merges_fail(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fails(self: Merging, root: Any, given: list[str]) -> Any:
+        raise OSError("no room")
+
+    monkeypatch.setattr(Merging, "_made", fails)
+    run = tiny_run()
+    reports = log_of(run, tmp_path, 9, policy=cnr.IncrementLog(merge_at=2, max_chain=3))
+    assert [each.kind for each in reports] == ["full", *["delta"] * 3] * 2 + ["full"]
+    assert "no merged baseline is there" in reports[4].reason
+    assert "the chain of step 1 is not merged: no room" in caplog.text
+
+
+# ---- faults -------------------------------------------------------------------------------
+
+
+def test_a_failed_save_takes_its_baseline_with_it(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(3))
+        assert merged(manager) is not None
+        with inprocess.failing(tmp_path, Fault("rename", action="EIO", match="/3")):
+            run.train(3)
+            with pytest.raises(errors.SaveError):
+                run.save(manager, 3)
+                manager.wait_until_finished()
+        assert merged(manager) is None
+        run.run(manager, [4])
+        assert (manager.last_report.kind, manager.last_report.parent) == ("delta", 2)
+        assert merged(manager).directory == "4"
+        run.run(manager, [5])
+        assert manager.last_report.kind == "full"
+        for step in (0, 1, 2, 4, 5):
+            run.check(manager, step)
+    assert left_in(tmp_path) == []
+    assert cnr.verify(tmp_path) == ()
+
+
+def test_a_baseline_that_was_cleared_away_is_forgotten(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(3))
+        assert merged(manager) is not None
+        (folder,) = left_in(tmp_path)
+        shutil.rmtree(tmp_path / folder)
+        run.run(manager, [3])
+        assert manager.last_report.kind == "delta"
+        run.check(manager, 3)
+
+
+@pytest.mark.parametrize("harm", ["manifest", "rows", "cut"])
+def test_a_baseline_that_is_not_whole_is_not_brought_along(
+    tiny_run: Any, tmp_path: Path, quick: None, harm: str
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(3))
+        assert merged(manager) is not None
+        (folder,) = left_in(tmp_path)
+        if harm == "manifest":
+            (tmp_path / folder / "manifest.p00001.json").unlink()
+        elif harm == "rows":
+            shutil.rmtree(tmp_path / folder / "rows.p00001")
+        else:
+            (chunk, *_) = sorted((tmp_path / folder).rglob("c/0"))
+            damage.truncate(chunk, 5)
+        run.run(manager, [3])
+        assert manager.last_report.kind == "delta"
+        assert folder not in left_in(tmp_path)
+        run.check(manager, 3)
+
+
+def test_no_save_brings_an_old_baseline_after_a_full_one(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(3))
+        assert merged(manager) is not None
+        run.train(3)
+        manager.save(3, args=cnr.args.Save(run.state, run.touched, full=True))
+        manager.wait_until_finished()
+        assert manager.last_report.merged_bytes == 0
+        run.run(manager, [4])
+        assert (manager.last_report.kind, manager.last_report.parent) == ("delta", 3)
+        assert left_in(tmp_path) == []
+
+
+def test_a_damaged_chain_is_not_merged(
+    tiny_run: Any, tmp_path: Path, quick: None, caplog: Any
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(2))
+        (chunk, *_) = sorted((tmp_path / "1/default").rglob("rows.p*/*/c/0"))
+        damage.flip_bit(chunk, 3)
+        run.run(manager, [2])
+        assert merged(manager) is None
+        assert "the chain of step 2 is not merged" in caplog.text
+    assert left_in(tmp_path) == []
+
+
+def test_a_damaged_baseline_is_found_by_its_digests(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    log_of(run, tmp_path, 4)
+    item = tmp_path / "3/default"
+    for path in sorted(item.rglob("*")):
+        if not path.is_file() or path.name == "zarr.json" or "p00001" not in str(path):
+            continue
+        data = path.read_bytes()
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        found = {each.directory for each in cnr.verify(tmp_path) if each.consequence}
+        assert found == {"3"}, path
+        path.write_bytes(data)
+    assert cnr.verify(tmp_path) == ()
+
+
+def test_a_run_that_goes_back_does_not_bring_the_baseline_it_left(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(3))
+        assert merged(manager) is not None
+        run.restore(manager, 1)
+        for step in (2, 3, 4, 5):
+            run.run(manager, [step])
+            brings = manager.last_report.merged_bytes > 0
+            assert brings == (step == 3), "that of the new step 2"
+            merged(manager)
+        for step in (0, 1, 2, 3, 4, 5):
+            run.check(manager, step)
+    assert left_in(tmp_path) == []
+    assert all(not each.consequence for each in cnr.verify(tmp_path))
+
+
+def test_a_baseline_of_the_restored_step_is_brought_along(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(3))
+        assert merged(manager) is not None
+        run.restore(manager, None)
+        run.run(manager, [3])
+        assert manager.last_report.merged_bytes > 0
+        run.check(manager, 3)
+
+
+# ---- the process --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_a_process_of_its_own_merges(
+    tiny_run: Any, tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
+    run, root = tiny_run(), str(tmp_path)
+    if where == "bucket":
+        root = str(request.getfixturevalue("bucket") / "run")
+    with run.open(root, policy=cnr.IncrementLog(merge_at=2)) as manager:
+        run.run(manager, range(2))
+        merging = manager._handler.lifecycle.merging
+        until(lambda: merging._running is not None)
+        process = merging._running
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == merging_module._NICE
+        assert merged(manager) is not None and process.returncode == 0
+        run.run(manager, [2])
+        assert manager.last_report.kind == "full"
+        run.check(manager, 2)
+    assert cnr.verify(root) == ()
+
+
+def test_a_process_that_is_killed_costs_its_baseline_only(
+    tiny_run: Any, tmp_path: Path, caplog: Any
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=2)) as manager:
+        run.run(manager, range(2))
+        merging = manager._handler.lifecycle.merging
+        until(lambda: merging._running is not None)
+        merging._running.kill()
+        assert merged(manager) is None
+        assert "ended with code -9" in caplog.text
+        run.run(manager, [2])
+        assert manager.last_report.kind == "delta"
+        assert merged(manager) is not None
+    assert left_in(tmp_path) == []
+
+
+def test_a_manager_that_closes_ends_the_process(tiny_run: Any, tmp_path: Path) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=2)) as manager:
+        run.run(manager, range(2))
+        merging = manager._handler.lifecycle.merging
+        until(lambda: merging._running is not None)
+    assert merging._running.returncode is not None and not merging.is_busy
+    assert left_in(tmp_path) == []
+
+
+_PROGRAM = """
+    import sys, time, jax.numpy as jnp, cnr_jax as cnr
+    state = {"user": jnp.arange(64.0).reshape(16, 4)}
+    tables = cnr.find_tables(state, ["user"])
+    touched = cnr.init_touched(state, tables)
+    options = cnr.Options(policy=cnr.IncrementLog(merge_at=2), codec="raw")
+    with cnr.CheckpointManager(sys.argv[1], tables=tables, options=options) as manager:
+        for step in range(2):
+            manager.save(step, args=cnr.args.Save(state, touched))
+            manager.wait_until_finished()
+        merging = manager._handler.lifecycle.merging
+        while merging._running is None:
+            time.sleep(0.01)
+        print(merging._running.pid, flush=True)
+        time.sleep(60)
+"""
+
+
+def test_the_process_ends_with_a_run_that_is_killed(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(root)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        child = int(program.stdout.readline())
+        program.send_signal(signal.SIGKILL)
+    until(lambda: not _is_alive(child))
+    state = {"user": jax.numpy.arange(64.0).reshape(16, 4)}
+    tables = cnr.find_tables(state, ["user"])
+    with cnr.CheckpointManager(
+        root, tables=tables, options=cnr.Options(codec="raw")
+    ) as manager:
+        state, touched = manager.restore(None, args=cnr.args.Restore(state))
+        manager.save(2, args=cnr.args.Save(state, touched))
+    assert left_in(root) == [], "the next save has cleared what it left"
+    assert cnr.verify(root) == ()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- other places -------------------------------------------------------------------------
+
+
+def test_baselines_in_a_bucket(tiny_run: Any, bucket: epath.Path, quick: None) -> None:
+    run, root = tiny_run(), bucket / "run"
+    reports = log_of(run, str(root), 7)
+    assert [each.kind for each in reports].count("full") == 3
+    with run.open(str(root)) as manager:
+        for step in range(7):
+            run.check(manager, step)
+    assert cnr.verify(str(root)) == ()
+    assert not [n for n in names_in(root) if names.TEMPORARY_SUFFIX in n]
+
+
+def test_what_a_killed_run_leaves_in_a_bucket_goes_with_the_next_save(
+    tiny_run: Any, bucket: epath.Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, root = tiny_run(), bucket / "run"
+
+    def folders() -> list[str]:
+        return [n for n in names_in(root) if names.TEMPORARY_SUFFIX in n]
+
+    with run.open(str(root), policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(3))
+        assert merged(manager) is not None and len(folders()) == 1
+        with monkeypatch.context() as killed:
+            killed.setattr(lifecycle, "remove_baseline", lambda *told: None)
+            manager.close()
+    assert len(folders()) == 1
+    with run.open(str(root), policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.restore(manager, None)
+        run.run(manager, [3])
+        assert merged(manager) is not None and len(folders()) == 1
+        run.check(manager, 3)
+    assert folders() == []
+    assert cnr.verify(str(root)) == ()
+
+
+def test_a_mirror_copies_the_baseline_with_its_step(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run, root, far = tiny_run(), tmp_path / "root", tmp_path / "far"
+    with run.open(
+        root, policy=cnr.IncrementLog(merge_at=3), mirror=str(far)
+    ) as manager:
+        for step in range(7):
+            run.run(manager, [step])
+            merged(manager)
+        caught_up(manager)
+    assert cnr.verify(far) == ()
+    shutil.rmtree(root)
+    with run.open(far) as manager:
+        for step in range(7):
+            run.check(manager, step)
+
+
+# ---- the policy ---------------------------------------------------------------------------
+
+
+def record(step: int, depth: int | None, kind: Any = "delta") -> SaveRecord:
+    return SaveRecord(step=step, kind=kind, bytes=9, rows=3, secs=0.1, depth=depth)
+
+
+def test_a_log_asks_for_a_merge_once_its_chain_is_long() -> None:
+    policy = cnr.IncrementLog(merge_at=3)
+    saves = [record(0, 1, "full")]
+    assert policy.decide([]).kind == "full"
+    assert policy.decide(saves) == Decision(
+        kind="delta", parent=0, reason="rows since the last save (step 0)"
+    )
+    for step in range(1, 12):
+        saves.append(record(step, step + 1))
+        decision = policy.decide(saves)
+        assert (decision.kind, decision.parent) == ("delta", step)
+        assert decision.merge
+    saves.append(record(12, 13))
+    assert policy.decide(saves).kind == "full"
+
+
+def test_what_a_log_cannot_be() -> None:
+    for wrong in (1, 0, None, 2.5, "3"):
+        with pytest.raises(errors.OptionError, match="merge_at"):
+            cnr.IncrementLog(merge_at=wrong)
+    with pytest.raises(errors.OptionError, match="no chain to merge"):
+        Decision(kind="full", parent=None, reason="", merge=True)
