@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hypothesis
 import jax
@@ -14,8 +15,14 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
 
+import cnr_jax as cnr
+from cnr_jax import errors
+from cnr_jax.checkpointer.saving.merging import Merging
+from cnr_jax.repository import manifest_writer
+from cnr_jax.repository.compaction import baseline
 from cnr_jax.testing import model, strategies
 from cnr_jax.testing.machine import RunMachine, run_state_machine_as_test
+from cnr_jax.testing.setup import Setup
 
 POLICIES = ocp.checkpoint_managers
 # Orbax's own policies beside what they keep in plain words.
@@ -50,6 +57,19 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 class Machine(RunMachine):
     setups = strategies.setups(RETENTIONS, jax.devices()[:1], SHAPES)
+    folder = MEMORY
+    counts: ClassVar[Counter[str]] = Counter()
+
+
+def by_a_log(setup: Setup) -> Setup:
+    """The same run, whose chains are merged."""
+    policy = cnr.IncrementLog(merge_at=2, max_chain=3)
+    options = dataclasses.replace(setup.options, policy=policy)
+    return dataclasses.replace(setup, options=options)
+
+
+class LogMachine(RunMachine):
+    setups = Machine.setups.map(by_a_log)
     folder = MEMORY
     counts: ClassVar[Counter[str]] = Counter()
 
@@ -97,6 +117,47 @@ def test_a_run_with_faults_and_crashes_equals_its_model() -> None:
     expected = {"full", "delta", "restored", "crash", "failed save", "damage detected"}
     expected |= {"used root refused", "foreign folder"}
     assert expected <= set(Machine.counts), Machine.counts
+
+
+@pytest.fixture
+def merged_at_once(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Chains are merged in this process, right after the commit; counts merges, and baselines."""
+    counts: Counter[str] = Counter()
+    bring = manifest_writer._bring
+
+    def merge(self: Merging, root: Any, plan: Any, item: str, process: int) -> None:
+        folder = baseline.folder_for(plan.directory)
+        try:
+            made = baseline.write_baseline(root, plan.directory, item, folder, process)
+        except (errors.CnrError, OSError):
+            counts["failed merge"] += 1
+            baseline.remove_baseline(root, folder)
+        else:
+            counts["merge"] += 1
+            self._offer(made)
+
+    def brought(*given: Any) -> Any:
+        counts["baseline"] += 1
+        return bring(*given)
+
+    monkeypatch.setattr(Merging, "merge", merge)
+    monkeypatch.setattr(manifest_writer, "_bring", brought)
+    return counts
+
+
+@ignoring_what_orbax_leaves
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(6, 16), pytest.param(300, 40, marks=pytest.mark.slow)]
+)
+@pytest.mark.timeout(3600)
+def test_runs_whose_chains_are_merged_equal_their_model(
+    merged_at_once: Counter[str], examples: int, steps: int
+) -> None:
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    given = settings(examples, steps, derandomize=True, phases=phases)
+    run_state_machine_as_test(LogMachine, settings=given)
+    assert merged_at_once["merge"] and merged_at_once["baseline"]
+    print(dict(merged_at_once), dict(LogMachine.counts))
 
 
 @pytest.mark.slow
