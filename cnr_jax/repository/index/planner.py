@@ -170,8 +170,7 @@ class Planner:
         )
         self.runs.tries(directory)
         gone = {entry.directory for entry in abandoned}
-        brings = not (full or exact or urgent)
-        baseline = self._usable(ledger, branch, doubt, begins) if brings else None
+        baseline = self._usable(ledger, branch, doubt, asked=full or exact or urgent)
         if full:
             decision = full_because("a full save was asked for")
         elif baseline is not None:
@@ -409,17 +408,23 @@ class Planner:
         return full_because(reason)
 
     def _usable(
-        self, ledger: Ledger, branch: Branch, doubt: str, begins: bool
+        self, ledger: Ledger, branch: Branch, doubt: str, *, asked: bool
     ) -> MergedBaseline | None:
         """The merged baseline, if a save of a branch may rest on its step; else None.
 
         The step must be in the chain of the tip: after a newer full save a delta on that is
         smaller.
+
+        Args:
+            ledger: ledger of the root.
+            branch: branch of the save.
+            doubt: as in `plan`.
+            asked: whether a full, exact or urgent save was asked for; these bring none.
         """
         found, tip = self.baseline, branch.tip
-        if found is None or tip is None:
+        if asked or found is None or tip is None:
             return None
-        if self._obstacle(ledger, branch, doubt, begins) is not None:
+        if self._obstacle(ledger, branch, doubt, begins=False) is not None:
             return None
         if not self._is_below(found, tip, ledger):
             return None
