@@ -18,7 +18,7 @@ from etils import epath
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
-from cnr_jax import errors
+from cnr_jax import errors, handler
 from cnr_jax.checkpointer.saving import lifecycle
 from cnr_jax.checkpointer.saving import merging as merging_module
 from cnr_jax.checkpointer.saving.merging import Merging
@@ -328,6 +328,34 @@ def test_no_save_brings_an_old_baseline_after_a_full_one(
         run.run(manager, [4])
         assert (manager.last_report.kind, manager.last_report.parent) == ("delta", 3)
         assert left_in(tmp_path) == []
+
+
+def test_a_full_save_in_flight_makes_a_baseline_old(
+    tiny_run: Any, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, gate, write = tiny_run(), Gate(), handler.write_manifest
+
+    def held(directory: Any, plan: Any, *told: Any, **others: Any) -> Any:
+        if plan.step == 3:
+            gate.passes()
+        return write(directory, plan, *told, **others)
+
+    monkeypatch.setattr(handler, "write_manifest", held)
+    with run.open(
+        tmp_path, policy=cnr.IncrementLog(merge_at=3), max_in_flight=2
+    ) as manager:
+        run.run(manager, range(3))
+        assert merged(manager) is not None
+        gate.shut()
+        run.train(3)
+        manager.save(3, args=cnr.args.Save(run.state, run.touched, full=True))
+        run.train(4)
+        run.save(manager, 4)
+        gate.open()
+        manager.wait_until_finished()
+        report = manager.last_report
+        assert (report.step, report.kind, report.parent) == (4, "delta", 3)
+        run.check(manager, 4)
 
 
 def test_a_damaged_chain_is_not_merged(
