@@ -20,6 +20,7 @@ def test_two_processes_bring_one_baseline_along(tmp_path: Path) -> None:
     with Processes(2, root, tmp_path / "out", worker=WORKER) as processes:
         first, second = processes.finish()
     assert first == second
+    assert [line.split()[1] for line in first[:3]] == ["full", "delta", "delta"]
     brought, after, last = (line.split() for line in first[-3:])
     assert (brought[1], brought[2]) == ("full", "None") and int(brought[3]) > 0
     assert (after[1], after[2]) == ("delta", brought[0])
