@@ -162,7 +162,7 @@ class RootDescription:
         abandoned: names of folders of steps that a rollback moved aside, or left behind unrenamed.
         earlier_runs: names of folders of runs that `Options(new_run=True)` moved aside; each is a
             root.
-        unfinished: names of folders of saves that are being written, or were killed.
+        unfinished: names of folders of saves and merged baselines that are not committed.
         removed: names of folders of removed steps that still hold files.
         latest_step: number of the step that `restore(None)` would take; None: there is none.
     """

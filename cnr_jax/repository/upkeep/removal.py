@@ -424,7 +424,8 @@ class Leftovers:
 
 
 _MEANINGS = {
-    "temporary": "saves that are being written or were killed; the next save clears the latter",
+    "temporary": "saves and merged baselines that are not committed; what kills have left"
+    " goes with the first save of a manager",
     "removed": "removed steps that have left files",
     "abandoned": "steps that rollbacks set aside; they go as retention lets go of others",
     "earlier": "roots of earlier runs, set aside by new ones; delete them if you like",

@@ -216,7 +216,7 @@ def _beside(
     meanings = {
         "removed": "a removed step that has left files",
         "abandoned": "a step that a rollback set aside",
-        "unfinished": "a save that is being written, or was killed",
+        "unfinished": "a save or merged baseline that is being written, or was left by a kill",
     }
     held = layout.beside(root)
     held["unfinished"] += cut
