@@ -658,7 +658,7 @@ _LIMITS = {
     "audited_chunk_bytes": "cnr_jax.rows.fingerprints.rotation._CHUNK_BYTES",
     "row_id_block": "cnr_jax.format.rowids._BLOCK_IDS",
     "room_secs": "cnr_jax.repository.upkeep.unfinished.ROOM_SECS",
-    "hand_over_secs": "cnr_jax.repository.upkeep.writer.HAND_OVER_SECS",
+    "hand_over_secs": "cnr_jax.repository.upkeep.claim.HAND_OVER_SECS",
 }
 
 

@@ -26,6 +26,7 @@ from cnr_jax.format import names
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.markers import is_committed, says_committed
 from cnr_jax.repository.store import names_in, store_of
+from cnr_jax.repository.upkeep.claim import Claim
 from cnr_jax.testing import damage, strategies
 from cnr_jax.testing.faults import Fault
 from cnr_jax.testing.machine import BucketMachine, run_state_machine_as_test
@@ -406,6 +407,30 @@ def test_a_new_run_takes_along_what_was_left_behind(
             2, directory=root / earlier, args=cnr.args.Restore(run.state)
         )
         run.same(got.state, truth)
+
+
+def test_an_earlier_run_stays_away_when_the_first_step_of_a_killed_one_is_deleted(
+    tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fresh, note = tiny_run(), tiny_run(salt=1), Claim.note_aside
+    with run.open(str(root)) as manager:
+        run.run(manager, range(2))
+    # The manager never notes that the first save of the new run is committed.
+    with monkeypatch.context() as patch:
+        patch.setattr(Claim, "note_aside", lambda *given: given[1] and note(*given))
+        manager = fresh.open(str(root), new_run=True)
+        fresh.run(manager, [0])
+        manager.close()
+    with fresh.open(str(root)) as manager:
+        fresh.restore(manager, 0)
+        manager.delete(0)
+    with fresh.open(str(root)) as manager:
+        assert manager.all_steps() == []
+        fresh.run(manager, [2])
+        assert manager.all_steps() == [2]
+    step, earlier = folders(root)
+    assert step == "2"
+    assert names_in(root / earlier) == ["0", "1"]
 
 
 def test_a_loop_that_begins_again_moves_what_comes_after_with_all_that_was_left(

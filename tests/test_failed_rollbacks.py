@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -17,7 +18,8 @@ import pytest
 
 import cnr_jax as cnr
 from cnr_jax.format.names import REMOVED_MARK
-from cnr_jax.repository.upkeep.claim import WritingLock
+from cnr_jax.repository.upkeep.claim import Claim, WritingLock, read_writer
+from cnr_jax.repository.upkeep.writer import RootWriter
 
 
 class Run:
@@ -128,6 +130,90 @@ def test_a_read_only_manager_writes_nothing(tmp_path: Path) -> None:
     assert not reader.save(2, args=args, force=True)
     reader.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_nothing_counts_on_a_step_that_retention_removes(
+    tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "max"}
+    run, found = Run(tmp_path, 1, 2, max_to_keep=1, **best), list[Any]()
+    # A full disk, say, has kept the manager from noting that the save is committed.
+    monkeypatch.setattr(RootWriter, "committed", lambda _: None)
+
+    def look(call: Any) -> None:
+        if Path(call.path).name == "2":
+            writer = read_writer(tmp_path)
+            assert writer is not None
+            found.append(writer.aside)
+
+    with storage.calling(look, "/2", "rename"):
+        run.save(2, loss=0.1)
+        run.manager.wait_until_finished()
+    run.manager.close()
+    made_way, removed = found
+    assert made_way is not None
+    assert removed is None
+
+
+@pytest.fixture
+def gone_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that went back from step 2 to 1, saved another step 2, and could not note that."""
+    run, note = Run(tmp_path / "root", 1, 2), Claim.note_aside
+    with monkeypatch.context() as patch:
+        patch.setattr(Claim, "note_aside", lambda *given: given[1] and note(*given))
+        run.save(2)
+        run.manager.wait_until_finished()
+    return run
+
+
+@pytest.fixture
+def killed(gone_back: Run, tmp_path: Path) -> Any:
+    """A manager of that run, killed at that moment, which has restored step 2 and saved nothing."""
+    shutil.copytree(gone_back.root, tmp_path / "killed")
+    gone_back.manager.close()
+    gone_back.root = tmp_path / "killed"
+    manager: Any = cnr.CheckpointManager(gone_back.root, tables=gone_back.tables)
+    manager.restore(None, args=cnr.args.Restore(gone_back.state))
+    assert manager.all_steps() == [1, 2]
+    return manager
+
+
+def check_stays_away(run: Run) -> None:
+    """Step 2 is gone, and another manager does not bring back what had made way for it."""
+    with cnr.CheckpointManager(run.root, tables=run.tables) as manager:
+        assert manager.all_steps() == [1]
+        found = manager.restore(None, args=cnr.args.Restore(run.state))
+        assert manager.save(2, args=cnr.args.Save(found.state, found.touched))
+
+
+def test_what_made_way_for_a_step_of_a_killed_program_stays_away_when_that_is_deleted(
+    gone_back: Run, killed: Any
+) -> None:
+    before = read_writer(gone_back.root)
+    assert before is not None and before.aside is not None
+    killed.delete(2)
+    assert read_writer(gone_back.root) == dataclasses.replace(before, aside=None)
+    killed.close()
+    check_stays_away(gone_back)
+
+
+def test_a_step_stays_if_the_claim_of_a_killed_program_cannot_be_changed(
+    gone_back: Run, killed: Any, storage: Any, tiny_limits: Any
+) -> None:
+    with storage.failing("/cnr_jax.writer.json"), pytest.raises(OSError):
+        killed.delete(2)
+    assert killed.all_steps() == [1, 2]
+    tiny_limits(hand_over_secs=0.01)
+    lock = WritingLock(gone_back.root)
+    assert lock.acquire(0)
+    with pytest.raises(cnr.errors.WriterError) as raised:
+        killed.delete(2)
+    assert raised.value.kind == "writer_busy"
+    assert killed.all_steps() == [1, 2]
+    lock.release()
+    killed.delete(2)
+    killed.close()
+    check_stays_away(gone_back)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system knows no fork")

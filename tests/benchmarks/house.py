@@ -59,7 +59,7 @@ STATE_OF_A_SAVE: Mapping[tuple[str, str], Sequence[str]] = {
 }
 # Types of which one is made for each save, to describe it.
 TYPES_OF_A_SAVE = (
-    ("repository/index/planner.py", "SavePlan"),
+    ("repository/index/save_plan.py", "SavePlan"),
     ("checkpointer/saving/in_flight.py", "SaveInFlight"),
     ("checkpointer/tracking/tracker.py", "ChangedRows"),
     ("checkpointer/saving/pipeline.py", "PipelinedSave"),

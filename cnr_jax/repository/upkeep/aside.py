@@ -34,7 +34,7 @@ from cnr_jax.repository.store import (
     store_of,
     sync_directory,
 )
-from cnr_jax.repository.upkeep.claim import Aside, WritingLock, read_writer
+from cnr_jax.repository.upkeep.claim import Aside, Claim, WritingLock, read_writer
 from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
@@ -336,3 +336,39 @@ def recover(root: AnyPath) -> None:
             )
     finally:
         lock.release()
+
+
+def settle(root: AnyPath, directory: str, claim: Claim, lock: WritingLock) -> None:
+    """Forgets what was moved aside for a save, if its step is committed and about to be removed.
+
+    Without that step the save would look like one that was not committed, and the steps that made
+    way for it would come back. Its manager may have been killed before it could forget them.
+
+    Args:
+        root: root that holds the step.
+        directory: name of the step's directory.
+        claim: claim of the caller on the root. If it is not taken, the one that is there is changed
+            in the name of its manager.
+        lock: lock of the caller, which is held meanwhile.
+
+    Raises:
+        WriterError: if another manager is writing a save, or has claimed the root meanwhile.
+        OSError: if storage does not tell, or the claim cannot be written.
+    """
+    writer = None if claim.is_taken else read_writer(root)
+    aside = claim.aside if writer is None else writer.aside
+    if aside is None or aside.directory != directory or not _is_committed(root, aside):
+        return
+    if writer is None:
+        claim.note_aside(None)
+        return
+    held = lock.is_held
+    lock.wait(writer)
+    try:
+        stands_in = Claim(root)
+        stands_in.stand_in(writer, alone=True)
+        stands_in.check()
+        stands_in.note_aside(None)
+    finally:
+        if not held:
+            lock.release()

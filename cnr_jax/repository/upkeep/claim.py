@@ -50,6 +50,8 @@ _ABOUT = (
     " Orbax by restore(step), in a program that has imported cnr_jax.args. For programs without"
     " cnr_jax, cnr_jax.export(<this folder>, step, directory) writes a checkpoint of plain Orbax."
 )
+# How long a manager that takes a root over waits for the manager before it to notice.
+HAND_OVER_SECS = 60.0
 # Seconds between two tries to take the lock.
 _POLL_SECS = 0.02
 
@@ -485,6 +487,24 @@ class WritingLock:
         else:
             lock.close(unlocks=False)
         return True
+
+    def wait(self, other: Writer | None) -> None:
+        """Waits until no other manager is writing, but not for ever.
+
+        Args:
+            other: manager that is likely to hold the lock, which the error names.
+
+        Raises:
+            WriterError: if another manager is still writing after `HAND_OVER_SECS`.
+            OSError: if the lock cannot be opened.
+        """
+        if not self.acquire(HAND_OVER_SECS):
+            raise errors.WriterError(
+                f"another manager is writing a save in {os.fspath(self._path.parent)}\n"
+                f"  it is {other or 'not known which'}; waited {HAND_OVER_SECS:g} s\n"
+                f"  hint: {other_writer(other)}; then save again",
+                kind="writer_busy",
+            )
 
     @property
     def is_held(self) -> bool:

@@ -26,14 +26,8 @@ from cnr_jax.repository.store import (
     replace_durably,
     store_of,
 )
-from cnr_jax.repository.upkeep.aside import bring_back, move_aside, names_aside
-from cnr_jax.repository.upkeep.claim import (
-    Aside,
-    Claim,
-    Writer,
-    WritingLock,
-    other_writer,
-)
+from cnr_jax.repository.upkeep.aside import bring_back, move_aside, names_aside, settle
+from cnr_jax.repository.upkeep.claim import Aside, Claim, Writer, WritingLock
 from cnr_jax.repository.upkeep.removal import (
     InPlaceRemover,
     Remover,
@@ -47,8 +41,6 @@ from cnr_jax.repository.upkeep.unfinished import Unfinished
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# How long a manager that takes a root over waits for the manager before it to notice.
-HAND_OVER_SECS = 60.0
 # Stands in `_writing` for a save that is being planned, and has not begun.
 _PLANNED = "planned"
 
@@ -251,14 +243,7 @@ class RootWriter:
             if not self._lock.acquire(0):
                 # If the manager that holds the lock has taken the root over, waiting is of no use.
                 self._claim.check()
-            if not self._lock.acquire(HAND_OVER_SECS):
-                raise errors.WriterError(
-                    f"another manager is writing a save in {os.fspath(root)}\n"
-                    f"  it is {self._before or 'not known which'}; waited"
-                    f" {HAND_OVER_SECS:g} s\n"
-                    f"  hint: {other_writer(self._before)}; then save again",
-                    kind="writer_busy",
-                )
+            self._lock.wait(self._before)
             # Otherwise `Committer.prepare` checks the claim later, while training goes on.
             if not can(root).conditions or self._doubtful or self._unfinished.any:
                 self._claim.check()
@@ -401,9 +386,17 @@ class RootWriter:
             self._claim.check()
 
     def check_removal(self, directory: str) -> None:
-        """Before a step is removed: calls `check_claim`, and ends catalogues that name it."""
+        """Calls `check_claim` before a step is removed, and ends what counts on the step.
+
+        That is a catalogue that names it, or a claim that notes what made way for it.
+
+        Raises:
+            WriterError: if another manager has taken over the root, or is still writing.
+            OSError: if the claim cannot be read or written.
+        """
         self.check_claim()
         if self.writes:
+            settle(self._known()[0], directory, self._claim, self._lock)
             self._end_catalogue(directory)
 
     def _end_catalogue(self, *directories: str) -> None:
