@@ -36,7 +36,7 @@ _NO_FILES = {
         "kill",
         "process_cpu_count",
     ),
-    *("register_at_fork", "strerror"),
+    *("register_at_fork", "setpriority", "strerror"),
 }
 _OS_PATH = {
     *(
