@@ -1,6 +1,7 @@
 """Every fault that storage and processes produce, and what becomes of it.
 
     python tests/campaign/run.py [--quick] [--json PATH] [--only TEXT ...] [--in-flight N] [--sums]
+        [--merges]
 
 Ends with an error if anything of this library's ended as it should not. README.md, beside this
 file, says what the cases do.
@@ -23,6 +24,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = ""
 if "--sums" in sys.argv:
     os.environ["CNR_CAMPAIGN_SUMS"] = "1"  # before the state is made
+if "--merges" in sys.argv:
+    os.environ["CNR_CAMPAIGN_MERGES"] = "1"
 
 # Imports of jax must come after the platform is set.
 import children  # noqa: E402
@@ -99,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--sums", action="store_true", help="rows on a lattice, and moments"
+    )
+    parser.add_argument(
+        "--merges",
+        action="store_true",
+        help="a log of increments, whose chains are merged",
     )
     parser.add_argument("--workers", type=int, default=2, help="children at a time")
     parser.add_argument("--dir", type=Path, help="where to write (default: temporary)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,11 +12,16 @@ import orbax.checkpoint as ocp
 import training
 
 import cnr_jax as cnr
+from cnr_jax.checkpointer.saving.merging import Merging
 from cnr_jax.policy import Policy
+from cnr_jax.repository.compaction import baseline
+from cnr_jax.repository.index.save_plan import MergedBaseline
 
 # Saves that managers of this library have in flight, in this process and those that it starts.
 IN_FLIGHT = "CNR_CAMPAIGN_IN_FLIGHT"
 
+# Set where chains are merged, in this process and those that it starts.
+MERGES = "CNR_CAMPAIGN_MERGES"
 
 # Options of a run whose deltas hold differences of integers.
 SUMS: dict[str, Any] = {"codec": "lattice", "slot_codec": "moments"}
@@ -24,6 +30,21 @@ SUMS: dict[str, Any] = {"codec": "lattice", "slot_codec": "moments"}
 def most_in_flight() -> int:
     """Saves in flight that managers of this library are opened with."""
     return int(os.environ.get(IN_FLIGHT, "1"))
+
+
+def policy_of_runs() -> Policy:
+    """The policy of runs that name none: with merges a log of increments, else `Consecutive`."""
+    return cnr.IncrementLog(merge_at=2) if MERGES in os.environ else cnr.Consecutive()
+
+
+def _merged_here(merging: Merging, root: Any, given: list[str]) -> MergedBaseline:
+    """Merges in this process, whose calls are counted, as the process of its own would."""
+    baseline.main(given)
+    return baseline.take_note(root, given[3])
+
+
+if MERGES in os.environ:
+    Merging._made = _merged_here
 
 
 # As one program: a process of the campaign lives for a second.
@@ -118,7 +139,7 @@ class Ours(_Loop):
             root,
             tables=self.tables,
             options=cnr.Options(
-                policy=policy or cnr.Consecutive(),
+                policy=policy or policy_of_runs(),
                 tables={"user": cnr.TableOptions(codec="raw")},
                 preservation_policy=latest(keep),
                 # Codes are compared between runs, and dither is another in each that is restored.
@@ -142,6 +163,12 @@ class Ours(_Loop):
     def save(self, step: int) -> bool:
         state = training.on_device(self.state)
         return self.manager.save(step, args=cnr.args.Save(state, self.touched))
+
+    def wait(self) -> None:
+        super().wait()
+        # A merge that the save has begun ends too, so that the calls of a run are always the same.
+        while self.manager._handler.lifecycle.merging.is_busy:
+            time.sleep(0.001)
 
 
 class PlainOrbax(_Loop):

@@ -87,6 +87,21 @@ def test_faults_on_sums_end_as_they_should(tmp_path: Path, case: str) -> None:
 
 @needs_faults
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sums", [(), ("--sums",)])
+@pytest.mark.parametrize("case", ["kill", "damage", "errors"])
+def test_faults_on_merges_end_as_they_should(
+    tmp_path: Path, case: str, sums: tuple[str, ...]
+) -> None:
+    pytest.importorskip("zstandard")
+    given = ("--quick", "--merges", *sums, "--systems", "cnr_jax", "--only", case)
+    tallies = run(tmp_path / "report.json", *given, timeout_secs=3500)
+    assert sum(tally["faults"] for tally in tallies) > 0
+    assert all(tally["wrong"] == 0 for tally in tallies)
+
+
+@needs_faults
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("case", CASES)
 def test_all_faults_of_a_case_end_as_they_should(tmp_path: Path, case: str) -> None:
