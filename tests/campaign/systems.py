@@ -37,7 +37,7 @@ def policy_of_runs() -> Policy:
     return cnr.IncrementLog(merge_at=2) if MERGES in os.environ else cnr.Consecutive()
 
 
-def _merged_here(merging: Merging, root: Any, given: list[str]) -> MergedBaseline:
+def _merged_here(self: Merging, root: Any, given: list[str]) -> MergedBaseline:
     """Merges in this process, whose calls are counted, as the process of its own would."""
     baseline.main(given)
     return baseline.take_note(root, given[3])
