@@ -7,6 +7,7 @@ flight, adds `TEMPORARY_SUFFIX` to it and to the item.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable
 
 FORMAT = "cnr_jax"
@@ -182,6 +183,27 @@ def abandoned_step(name: str) -> str | None:
     """
     found = _FOLDERS["abandoned"].fullmatch(name)
     return found["step"] if found else None
+
+
+def another_name(name: str) -> str:
+    """Another name of the same form, for a folder that a rollback or a new run has moved away.
+
+    Example:
+        >>> another_name(abandoned("1200", 1, "00ff" * 8))
+        '1200.abandoned-g2-00ff00ff00ff00ff00ff00ff00ff00ff'
+        >>> another_name(earlier_run("00ff" * 8)) == earlier_run("00ff" * 8)
+        False
+
+    Raises:
+        ValueError: if the name has neither of these forms.
+    """
+    if _FOLDERS["earlier_runs"].fullmatch(name):
+        return earlier_run(secrets.token_hex(16))
+    step = abandoned_step(name)
+    if step is None:
+        raise ValueError(f"{name!r} is no name of a folder that was moved away")
+    generation, _, uuid = name.rpartition(f"{ABANDONED_MARK}g")[2].partition("-")
+    return abandoned(step, int(generation) + 1, uuid)
 
 
 def branched(directory: str, generation: int) -> str:

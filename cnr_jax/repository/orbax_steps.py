@@ -123,7 +123,9 @@ def is_set_aside(step: store.AnyPath, directory: str, item: str) -> bool:
     """
     if folders.Folder.look(step, item).kind != "orbax":
         return False
-    return step.name == names.abandoned(directory, 1, _uuid(step, directory))
+    return names.abandoned_step(step.name) == directory and step.name.endswith(
+        f"-{_uuid(step, directory)}"
+    )
 
 
 def _uuid(step: store.AnyPath, directory: str) -> str:

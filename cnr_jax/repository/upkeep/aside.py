@@ -15,6 +15,7 @@ from cnr_jax.format.names import (
     SUSPECTS,
     abandoned,
     abandoned_step,
+    another_name,
     earlier_run,
     is_replacing,
     step_number,
@@ -38,6 +39,8 @@ from cnr_jax.repository.upkeep.claim import Aside, Claim, WritingLock, read_writ
 from cnr_jax.texts import count_of, logger
 
 _log = logger(__name__)
+# How often a claim is read again that another manager changes meanwhile.
+_TRIES = 5
 
 
 def names_aside(
@@ -201,13 +204,22 @@ def clear_aside(
 def _is_committed(root: AnyPath, aside: Aside) -> bool:
     """Whether the save for which steps were moved aside is committed.
 
+    If its manifest cannot be read, where it lies tells: where renames commit steps, nothing else
+    gets the name of a step that was moved aside for it.
+
     Raises:
         OSError: if storage gives no answer, which proves neither.
     """
     try:
         return read_committed(root, aside.directory, aside.item).uuid == aside.uuid
     except errors.CnrError:
-        return False
+        made_way = dict(aside.moved).get(aside.directory)
+        return (
+            made_way is not None
+            and can(root).renames
+            and is_named(root / aside.directory)
+            and is_named(root / made_way)
+        )
 
 
 def check_is_here(root: AnyPath) -> None:
@@ -324,6 +336,9 @@ def recover(root: AnyPath) -> None:
         )
         return
     try:
+        writer = read_writer(root)  # it may have changed before the lock was taken
+        if writer is None or writer.aside is None:
+            return
         # Where there are no locks, a process that has not ended may be about to commit.
         if free and (lock.is_proof or writer.is_dead):
             bring_back(root, writer.aside)
@@ -338,37 +353,58 @@ def recover(root: AnyPath) -> None:
         lock.release()
 
 
-def settle(root: AnyPath, directory: str, claim: Claim, lock: WritingLock) -> None:
-    """Forgets what was moved aside for a save, if its step is committed and about to be removed.
+def keep_away(root: AnyPath, directory: str, claim: Claim) -> None:
+    """Keeps away what made way for a committed save, as the step of that is about to be removed.
 
-    Without that step the save would look like one that was not committed, and the steps that made
-    way for it would come back. Its manager may have been killed before it could forget them.
+    Without the step the save would look like one that was not committed, and `bring_back` would
+    bring the others back. The manager that moved them may have been killed before its claim could
+    forget them. Where folders can be renamed they get names that no claim has, which harms nobody
+    who writes there; else the claim forgets them, in the name of whoever has it.
 
     Args:
         root: root that holds the step.
         directory: name of the step's directory.
-        claim: claim of the caller on the root. If it is not taken, the one that is there is changed
-            in the name of its manager.
-        lock: lock of the caller, which is held meanwhile.
+        claim: claim of the caller on the root, which need not be taken.
 
     Raises:
-        WriterError: if another manager is writing a save, or has claimed the root meanwhile.
-        OSError: if storage does not tell, or the claim cannot be written.
+        WriterError: if other managers go on changing the claim.
+        OSError: if storage does not tell, or it cannot be done.
     """
-    writer = None if claim.is_taken else read_writer(root)
-    aside = claim.aside if writer is None else writer.aside
-    if aside is None or aside.directory != directory or not _is_committed(root, aside):
-        return
-    if writer is None:
-        claim.note_aside(None)
-        return
-    held = lock.is_held
-    lock.wait(writer)
-    try:
-        stands_in = Claim(root)
-        stands_in.stand_in(writer, alone=True)
-        stands_in.check()
-        stands_in.note_aside(None)
-    finally:
-        if not held:
-            lock.release()
+    for _ in range(_TRIES):
+        try:
+            aside = claim.aside if claim.is_taken else _noted(root)
+        except PermissionError:
+            return  # a user who may delete steps need not have the right to read the claim
+        if aside is None or aside.directory != directory:
+            return
+        if not _is_committed(root, aside):
+            return
+        if can(root).renames:
+            _rename_again(root, aside)
+            return
+        if claim.forget(aside):
+            return
+    raise errors.WriterError(
+        f"step {directory} stays: other managers go on changing the claim on {os.fspath(root)}\n"
+        "  hint: delete it again when no program saves there"
+    )
+
+
+def _noted(root: AnyPath) -> Aside | None:
+    writer = read_writer(root)
+    return writer.aside if writer is not None else None
+
+
+def _rename_again(root: AnyPath, aside: Aside) -> None:
+    """Gives folders that were moved aside other names of the same form."""
+    store = store_of(root)
+    for name in dict.fromkeys(now.partition("/")[0] for _, now in aside.moved):
+        if is_named(root / name):
+            other = another_name(name)
+            while is_named(root / other):
+                other = another_name(other)
+            store.move(root / name, root / other)
+            _log.warning(
+                "%s is now %s, as the step is removed that it made way for", name, other
+            )
+    sync_directory(root)

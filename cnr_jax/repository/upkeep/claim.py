@@ -396,19 +396,43 @@ class Claim:
             if aside != self._own.aside:
                 self._write(dataclasses.replace(self._own, aside=aside))
 
+    def forget(self, aside: Aside) -> bool:
+        """Stores that steps are moved aside no more, in the name of whoever has the claim.
+
+        Args:
+            aside: what the claim says that is moved aside.
+
+        Returns:
+            Whether that is stored; False if the claim says something else by now.
+
+        Raises:
+            WriterError: if the claim was this manager's, and another has claimed the root.
+        """
+        with self._turn:
+            if self._own is not None:
+                self.note_aside(None)
+                return True
+            found, version = _read_writer(self._root)
+            if found is None or found.aside != aside:
+                return False
+            path = self._root / names.WRITER
+            data = _dumped(dataclasses.replace(found, aside=None))
+            if not can(self._root).conditions:
+                replace_durably(path, data)
+                return True
+            try:
+                store_of(path).swap(path, data, version)
+            except FileExistsError:
+                return False
+            return True
+
     def _write(self, own: Writer) -> None:
-        document: dict[str, Any] = {"about": _ABOUT, **dataclasses.asdict(own)}
-        told = document.pop("process")
-        if not own.epoch:
-            del document["epoch"]
-        document |= {key: value for key, value in told.items() if value is not None}
-        data = json.dumps(document, indent=1, sort_keys=True) + "\n"
-        path = self._root / names.WRITER
+        data, path = _dumped(own), self._root / names.WRITER
         try:
             if can(self._root).conditions:
-                self._swap(path, data.encode(), own)
+                self._swap(path, data, own)
             else:
-                replace_durably(path, data.encode())
+                replace_durably(path, data)
         except IsADirectoryError as error:
             raise _in_the_way(path, error) from error
         self._own = own
@@ -419,6 +443,16 @@ class Claim:
             self._version = store_of(path).swap(path, data, self._version)
         except FileExistsError as error:
             raise _taken_over(self._root, read_writer(self._root), own) from error
+
+
+def _dumped(writer: Writer) -> bytes:
+    """The file of a claim."""
+    document: dict[str, Any] = {"about": _ABOUT, **dataclasses.asdict(writer)}
+    told = document.pop("process")
+    if not writer.epoch:
+        del document["epoch"]
+    document |= {key: value for key, value in told.items() if value is not None}
+    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _taken_over(root: AnyPath, found: Writer | None, own: Writer) -> errors.WriterError:

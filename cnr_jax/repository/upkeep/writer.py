@@ -26,7 +26,12 @@ from cnr_jax.repository.store import (
     replace_durably,
     store_of,
 )
-from cnr_jax.repository.upkeep.aside import bring_back, move_aside, names_aside, settle
+from cnr_jax.repository.upkeep.aside import (
+    bring_back,
+    keep_away,
+    move_aside,
+    names_aside,
+)
 from cnr_jax.repository.upkeep.claim import Aside, Claim, Writer, WritingLock
 from cnr_jax.repository.upkeep.removal import (
     InPlaceRemover,
@@ -391,12 +396,12 @@ class RootWriter:
         That is a catalogue that names it, or a claim that notes what made way for it.
 
         Raises:
-            WriterError: if another manager has taken over the root, or is still writing.
-            OSError: if the claim cannot be read or written.
+            WriterError: if another manager has taken over the root.
+            OSError: if storage does not tell, or it cannot be done.
         """
         self.check_claim()
         if self.writes:
-            settle(self._known()[0], directory, self._claim, self._lock)
+            keep_away(self._known()[0], directory, self._claim)
             self._end_catalogue(directory)
 
     def _end_catalogue(self, *directories: str) -> None:
@@ -486,10 +491,11 @@ class RootWriter:
 
     def _bring_back(self) -> bool:
         """Brings back what was moved aside for an uncommitted save; returns whether it did."""
-        aside = self._claim.aside
-        if aside is None or not self._is_own():
+        if self._claim.aside is None or not self._is_own():
             return False
-        bring_back(self._known()[0], aside)
+        aside = self._claim.aside  # as `_is_own` has found it
+        if aside is not None:
+            bring_back(self._known()[0], aside)
         self._doubtful = True
         self._claim.note_aside(None)
         return self._refresh()
