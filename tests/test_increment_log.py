@@ -519,6 +519,60 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+# ---- steps of a lattice -------------------------------------------------------------------
+
+
+def on_a_lattice(root: Path, growth: float, steps: int, **options: Any) -> list[Any]:
+    """Reports of a run whose rows grow by a factor in each step, and the manager's history."""
+    rng = np.random.default_rng(0)
+    state = {"user": jax.numpy.asarray(rng.normal(size=(512, 16)), np.float32)}
+    tables = cnr.find_tables(state, ["user"])
+    touched, found = cnr.init_touched(state, tables), list[Any]()
+    given = {"policy": cnr.IncrementLog(merge_at=3), "codec": "lattice", **options}
+    with cnr.CheckpointManager(
+        root, tables=tables, options=cnr.Options(on_save=found.append, **given)
+    ) as manager:
+        for step in range(steps):
+            some = rng.choice(512, 100, replace=False)
+            # All rows grow, by such as change: what is recorded counts, not what moved.
+            table = state["user"].at[some].multiply(growth)
+            state = {"user": table}
+            touched = cnr.record(touched, {"user": some})
+            manager.save(step, args=cnr.args.Save(state, touched))
+            if options.get("max_in_flight", 1) == 1 or step % 2:
+                merged(manager)
+        manager.wait_until_finished()
+        restored = manager.restore(None, args=cnr.args.Restore(state)).state
+    off = np.linalg.norm(np.asarray(restored["user"] - state["user"]), axis=1)
+    norm = np.linalg.norm(np.asarray(state["user"]), axis=1)
+    assert (off / norm).mean() < 0.2
+    assert cnr.verify(root) == ()
+    return sorted(found, key=lambda report: report.step)
+
+
+@pytest.mark.parametrize("growth", [1.5, 0.67])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_training_saves_full_once_rows_have_grown_out_of_their_step(
+    tmp_path: Path, quick: None, growth: float, in_flight: int
+) -> None:
+    reports = on_a_lattice(tmp_path, growth, 14, max_in_flight=in_flight)
+    grown = [r.step for r in reports if "grown out of the steps of user" in r.reason]
+    assert grown and grown[0] >= 3
+    for step in grown:
+        assert reports[step].kind == "full" and reports[step].rows == 512
+        manifest = read_manifest(epath.Path(tmp_path) / str(step) / "default")
+        assert manifest.outgrown == (), "steps were chosen anew"
+    assert any(r.kind == "full" and r.rows < 512 for r in reports), "merges go on"
+
+
+def test_rows_that_stay_as_large_stay_on_their_step(
+    tmp_path: Path, quick: None
+) -> None:
+    reports = on_a_lattice(tmp_path, 1.02, 14)
+    assert [r.step for r in reports if r.rows == 512] == [0]
+    assert any(r.kind == "full" for r in reports[1:])
+
+
 # ---- other places -------------------------------------------------------------------------
 
 

@@ -259,6 +259,8 @@ class Manifest:
     motion: SampledMotion | None = None
     # Uuids of the checkpoints of the same state that this one stands for; None: there are none.
     stands_for: tuple[str, ...] | None = None
+    # Tables whose rows have grown out of their step, as far as this save has looked.
+    outgrown: tuple[str, ...] = ()
 
     @property
     def has_dense_tiles(self) -> bool:
@@ -305,6 +307,8 @@ def dump(manifest: Manifest) -> bytes:
     for name in ("forks", "encoding", "motion", "stands_for"):
         if document[name] is None:
             del document[name]
+    if not document["outgrown"]:
+        del document["outgrown"]
     encoding = document.get("encoding", {})
     if encoding.get("rounding", "") is None:
         del encoding["rounding"]
@@ -379,6 +383,7 @@ def _read_manifest(fields: Fields) -> Manifest:
         stands_for=read_uuids(fields, "stands_for")
         if fields.has("stands_for")
         else None,
+        outgrown=fields.texts("outgrown") if fields.has("outgrown") else (),
     )
 
 

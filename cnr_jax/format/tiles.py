@@ -183,6 +183,8 @@ class ProcessManifest:
     # By table; None: nothing was sampled.
     row_errors: Mapping[str, SampledError] | None = None
     motion: Mapping[str, SampledMotion] | None = None
+    # Tables whose rows have grown out of their step.
+    outgrown: tuple[str, ...] = ()
     # None: this process has written no dense leaves as tiles.
     dense: DensePart | None = None
 
@@ -224,7 +226,7 @@ def dump_process(manifest: ProcessManifest) -> bytes:
     for entry in [*entries, *([document["dense"]["array"]] if dense else ())]:
         if entry["compressed"] is None:
             del entry["compressed"]
-    for name in ("row_errors", "motion", "dense"):
+    for name in ("row_errors", "motion", "outgrown", "dense"):
         if not document[name]:
             del document[name]
     document["tiles"] = [_tile_json(tile) for tile in manifest.tiles]
@@ -273,6 +275,7 @@ def load_process(data: bytes, where: str) -> ProcessManifest:
         if fields.has("row_errors")
         else None,
         motion=fields.mapping("motion", read_motion) if fields.has("motion") else None,
+        outgrown=fields.texts("outgrown") if fields.has("outgrown") else (),
         dense=_read_dense(fields.child("dense")) if fields.has("dense") else None,
     )
     problems = [*fields.problems, *_inconsistencies(manifest)]

@@ -225,7 +225,8 @@ class IncrementLog:
     A save writes only what has changed since the last committed one, as with `Consecutive`. Once
     its chain is long, a process of low priority merges that chain into a baseline, from stored
     bytes to stored bytes. The next save brings the baseline along: it is full, although training
-    has written only a delta. So restores stay short, and training writes one baseline in a run.
+    has written only a delta. So restores stay short, and training writes one baseline in a run; of
+    rows on a lattice one more whenever they have grown out of their step.
 
     Attributes:
         merge_at: number of checkpoints in a chain, the full one among them, from which on it is

@@ -127,6 +127,7 @@ def write_manifest(
         forks=plan.forks,
         encoding=encoding,
         motion=_motion(processes, encoding),
+        outgrown=tuple(sorted({name for each in processes for name in each.outgrown})),
     )
     digest = write_durably(directory / names.MANIFEST, dump(manifest))
     sync_directory(directory)

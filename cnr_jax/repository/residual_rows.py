@@ -19,6 +19,10 @@ from cnr_jax.rows.codecs.residual import Digest, Residual, costs_less, is_on_ste
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.tiling import Program, chunk_rows, host_device, program_rows
 
+# How many times that of `adaptive` codes the error of a sample may be, before the step of the
+# table is chosen anew: within these bounds rows lose little, or take at most half a bit too much.
+SUITS = (2 / 3, 3 / 2)
+
 
 class ResidualRows:
     """Encodes rows whose codec takes differences, and subtracts the rows below them.
@@ -73,6 +77,11 @@ class ResidualRows:
         if found is None or not found.adds:
             return None
         return (found.beside or found).digest.hexdigest()
+
+    def outgrown(self) -> tuple[str, ...]:
+        """Names of tables of which a sample of all rows has grown out of the parent's step."""
+        runs = (run for run in self._runs if run is not None)
+        return tuple(sorted({run.plan.table for run in runs if run.is_outgrown()}))
 
     def written(self) -> dict[TileKey, WrittenTile]:
         """The rows that were written, by tile, for the save that rests on this one."""
@@ -180,12 +189,23 @@ class _Run:
     def step(self, rows: np.ndarray) -> np.float32:
         """Step of the tile: that of the save below, else one that suits a sample or these rows."""
         if self._step is None:
-            assert is_on_step(self.codec)
-            sample = self.plan.sample if self.plan.sample is not None else rows
-            count = 1 << (min(len(sample), SAMPLE_ROWS).bit_length() - 1)
-            sample = sample[np.arange(count) * len(sample) // count]
-            self._step = np.float32(_step(self.codec, sample))
+            sample = self.plan.sample
+            self._step = self._chosen(rows if sample is None else sample)
         return self._step
+
+    def is_outgrown(self) -> bool:
+        """Whether the step of the save below suits the sample no more; False if none was taken."""
+        if self._below is None or self._step is None or self.plan.sample is None:
+            return False
+        least, most = SUITS
+        return not least <= self._step / self._chosen(self.plan.sample) <= most
+
+    def _chosen(self, rows: np.ndarray) -> np.float32:
+        """The step that suits rows; not all of them are looked at."""
+        assert is_on_step(self.codec)
+        count = 1 << (min(len(rows), SAMPLE_ROWS).bit_length() - 1)
+        sample = rows[np.arange(count) * len(rows) // count]
+        return np.float32(_step(self.codec, sample))
 
     def keep(self, parts: Mapping[str, jax.Array], start: int, count: int) -> None:
         """Keeps the next rows: for the next save, and for rows that are stored beside them."""

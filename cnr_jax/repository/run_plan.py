@@ -28,7 +28,8 @@ class RunPlan:
         dtype: dtype of the leaf.
         keys_of: function that returns the keys of rows by their positions, if the writing thread
             encodes and dithers the rows.
-        sample: rows of the tile from which a step is chosen; None: the first that come.
+        sample: rows of the tile from which a step is chosen, or that tell whether the step of the
+            parent still suits them; None: the first that come, and nothing tells.
         beside: tile of another leaf, earlier in the order, that holds shared parts of these rows;
             None: no parts are shared.
     """

@@ -179,23 +179,29 @@ class Rows:
             beside=self._coding.beside(number),
         )
 
-    def sources(self, shards: Shards) -> list[HostRows | Run]:
-        """Sources of the rows, in the order of chunks; they refer to the buffers of the state."""
+    def sources(self, shards: Shards, *, looks: bool = False) -> list[HostRows | Run]:
+        """Sources of the rows, in the order of chunks; they refer to the buffers of the state.
+
+        Args:
+            shards: shards of the state.
+            looks: whether to look if the steps of tables still suit their rows.
+        """
         found: list[HostRows | Run] = []
         for numbers in self.kinds:
             if is_on_step(self._coding.codecs[numbers[0]]):
-                self._sample(numbers, shards)
+                self._sample(numbers, shards, looks=looks)
             if self._coding.tiling.wheres[numbers[0]] == "host":
                 found.append(self._on_host(numbers, shards))
             else:
                 found += [self._on_device(number, shards) for number in numbers]
         return found
 
-    def _sample(self, numbers: Sequence[int], shards: Shards) -> None:
-        """Keeps a sample of rows of the tiles that are saved whole: their steps are chosen anew."""
+    def _sample(self, numbers: Sequence[int], shards: Shards, *, looks: bool) -> None:
+        """Keeps a sample of all rows of tiles whose steps are chosen anew, or looked at."""
         for number in numbers:
-            if self.positions(number) is None:
-                at = spread(int(self.counts[number]), SAMPLE_ROWS)
+            if looks or self.positions(number) is None:
+                start, stop = self._coding.tiling.tiles[number].rows
+                at = spread(stop - start, SAMPLE_ROWS)
                 self._samples[number] = rows_at(shards, number, at)
 
     def _on_host(self, numbers: Sequence[int], shards: Shards) -> HostRows:

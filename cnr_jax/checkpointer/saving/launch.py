@@ -129,7 +129,8 @@ class Launcher:
             flight.rows = int(chosen.counts.sum()) * jax.process_count()
             pieces = dense.pieces_of(changed.dense)
             tiles = [piece.tile for piece in pieces]
-            sources, sample = rows.sources(changed.shards), None
+            sources = rows.sources(changed.shards, looks=plan.merges)
+            sample = None
             on_host = all(isinstance(each, HostRows) for each in sources)
             if not on_host:
                 sample = capture.sample_of(rows.plans(), followed)

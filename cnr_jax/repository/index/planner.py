@@ -382,6 +382,8 @@ class Planner:
         begins: bool,
     ) -> Decision:
         reason = self._obstacle(ledger, branch, doubt, begins)
+        if reason is None and not urgent:
+            reason = _outgrown(ledger, branch.tip)
         if reason is None:
             decision = self._policy.decide(self._seen(ledger, branch))
             if urgent and decision.kind == "full" and branch.tip is not None:
@@ -426,7 +428,7 @@ class Planner:
             return None
         if self._obstacle(ledger, branch, doubt, begins=False) is not None:
             return None
-        if not self._is_below(found, tip, ledger):
+        if _outgrown(ledger, tip) or not self._is_below(found, tip, ledger):
             return None
         parent = self._parent(ledger, branch, _bringing(found))
         return found if parent is not None and parent.uuid == found.uuid else None
@@ -517,6 +519,17 @@ class Planner:
                     clock=branch.parents[entry.uuid],
                 )
         return None
+
+
+def _outgrown(ledger: Ledger, tip: Entry | None) -> str | None:
+    """Why a delta on a step would take too many bits, or be too far off; None if it would not."""
+    chain = ledger.along(tip) if tip is not None else ()
+    found = {
+        name for e in chain if e.manifest is not None for name in e.manifest.outgrown
+    }
+    if not found:
+        return None
+    return f"rows have grown out of the steps of {', '.join(sorted(found))}"
 
 
 def _bringing(baseline: MergedBaseline) -> Decision:
