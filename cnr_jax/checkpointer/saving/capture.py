@@ -42,6 +42,8 @@ from cnr_jax.state.table import Leaf, Table, Tables
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
+# Rows of a table that tell whether its step still suits them; they wait in memory.
+_LOOKED_ROWS = 1 << 11
 
 
 class Coding:
@@ -199,9 +201,10 @@ class Rows:
     def _sample(self, numbers: Sequence[int], shards: Shards, *, looks: bool) -> None:
         """Keeps a sample of all rows of tiles whose steps are chosen anew, or looked at."""
         for number in numbers:
-            if looks or self.positions(number) is None:
+            is_chosen = self.positions(number) is None
+            if is_chosen or looks:
                 start, stop = self._coding.tiling.tiles[number].rows
-                at = spread(stop - start, SAMPLE_ROWS)
+                at = spread(stop - start, SAMPLE_ROWS if is_chosen else _LOOKED_ROWS)
                 self._samples[number] = rows_at(shards, number, at)
 
     def _on_host(self, numbers: Sequence[int], shards: Shards) -> HostRows:
