@@ -1501,21 +1501,42 @@ def test_a_put_that_met_another_one_says_so_though_the_answer_is_lost(
 def test_each_step_of_a_chain_may_be_the_one_that_is_looked_at(
     tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch, interval: int
 ) -> None:
-    run, looks, look = tiny_run(), list[int](), Gaps.look
+    run, looks, look = tiny_run(), list[list[int]](), Gaps.look
 
     def noting(self: Any, place: Any, chain: Any, *, dense: bool = True) -> Any:
-        if not dense:
-            looks.extend(entry.step // interval for entry in chain)
+        if not dense and chain:
+            looks.append([entry.step // interval for entry in chain])
         return look(self, place, chain, dense=dense)
 
     monkeypatch.setattr(Gaps, "look", noting)
     root = root / str(interval)
     with run.open(str(root), policy=cnr.Consecutive(max_chain=100)) as manager:
         run.run(manager, range(0, 24 * interval, interval))
-    behind = [save - step for save, step in enumerate(looks, start=1)]
-    assert len(looks) == 23, "one before each commit of a delta"
-    # However often the newest was drawn: not always the same, from either end.
-    assert len(set(looks)) > 3 and len(set(behind)) > 3
+    assert [parent for parent, *_ in looks] == [*range(23)], "before each commit"
+    drawn = {save: found[1] for save, found in enumerate(looks, start=1) if found[1:]}
+    assert [*drawn] == [*range(2, 24)] and all(len(found) < 3 for found in looks)
+    # However often one was drawn: not always the same, from either end.
+    behind = {save - step for save, step in drawn.items()}
+    assert len({*drawn.values()}) > 3 and len(behind) > 3 and min(behind) == 2
+
+
+def test_a_save_does_not_rest_on_a_parent_that_another_manager_has_deleted(
+    tiny_run: Any, root: epath.Path
+) -> None:
+    run = tiny_run()
+    with run.open(str(root), policy=cnr.Consecutive()) as manager:
+        run.run(manager, range(4))
+        with tiny_run().open(str(root)) as other:
+            other.delete(3)
+        run.run(manager, [4])
+        report = manager.last_report
+        assert report.outcome != "committed" and "3" in report.problem
+        run.run(manager, [5, 6])
+        assert manager.last_report.kind == "delta"
+        assert manager.all_steps() == [0, 1, 2, 5, 6]
+        for step in (0, 1, 2, 5, 6):
+            run.check(manager, step)
+    assert consequences(root) == []
 
 
 def test_training_does_not_wait_for_a_service_that_does_not_answer(

@@ -4,8 +4,9 @@ The look before the commit keeps a delta from being committed on a gap that can 
 The look after it runs in the background. Mostly the next save then knows of a gap already and is
 full, rather than written in vain. And retention deletes no step in favour of one that is not whole.
 
-In a store where each look is a request, the look before a commit takes one step of the chain, at
-random. The look after it takes all steps that stay, but only if retention is about to delete some.
+In a store where each look is a request, the look before a commit takes the parent, which is the
+first of the chain that another manager can delete, and one more step at random. The look after it
+takes all steps that stay, but only if retention is about to delete some.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def kept_for(
 def chain_error(writer: RootWriter, flight: SaveInFlight) -> errors.SaveError | None:
     """Error because of which a save must not be committed: a gap in its chain; None without one."""
     chain = flight.chain
-    if chain and not can(flight.place.root).cheap_looks:
+    if len(chain) > 2 and not can(flight.place.root).cheap_looks:
         # The random choice depends on the uuid, not on the step: the number of the step grows
         # together with the length of the chain.
-        chain = (random.Random(flight.plan.uuid).choice(chain),)
+        chain = chain[0], random.Random(flight.plan.uuid).choice(chain[1:])
     gaps = writer.gaps.look(flight.place, chain, dense=False)
     if not gaps:
         return None
