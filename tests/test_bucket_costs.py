@@ -26,11 +26,12 @@ def test_requests_of_a_delta_hardly_grow_with_the_tables(
 ) -> None:
     state: Any = {f"t{i:03d}": jnp.ones((64, 4)) for i in range(tables)}
     found, ids = cnr.find_tables(state, [*state]), jnp.arange(8)
-    touched, options = cnr.init_touched(state, found), cnr.Options(codec="raw")
+    touched = cnr.init_touched(state, found)
+    options = cnr.Options(codec="raw", policy=cnr.Consecutive())
     with cnr.CheckpointManager(
         f"{bucket}/run", tables=found, options=options
     ) as manager:
-        for step in range(3):
+        for step in range(4):
             touched = record(touched, dict.fromkeys(state, ids))
             with proxy.counting() as counts:
                 manager.save(step, args=cnr.args.Save(state, touched))

@@ -20,6 +20,8 @@ import cnr_jax as cnr
 from cnr_jax.format.names import REMOVED_MARK
 from cnr_jax.repository.upkeep.claim import Claim, WritingLock, read_writer
 
+from .conftest import each_of
+
 
 class Run:
     """A manager that has saved some steps and gone back to the first of them."""
@@ -197,6 +199,17 @@ def test_what_made_way_stays_away_from_the_program_that_had_moved_it(
     gone_back.manager.close()
 
 
+def test_a_name_that_is_taken_is_not_given_again(gone_back: Run, killed: Any) -> None:
+    (left,) = gone_back.root.glob("2.abandoned-g1-*")
+    taken = left.with_name(left.name.replace("-g1-", "-g2-"))
+    taken.mkdir()
+    killed.delete(2)
+    assert not left.exists() and not [*taken.iterdir()]
+    assert [*gone_back.root.glob("2.abandoned-g3-*/default/manifest.json")]
+    killed.close()
+    check_stays_away(gone_back)
+
+
 def test_a_manifest_that_cannot_be_read_brings_nothing_back(
     gone_back: Run, killed: Any, storage: Any
 ) -> None:
@@ -210,6 +223,35 @@ def test_a_manifest_that_cannot_be_read_brings_nothing_back(
         "2.abandoned",
         "3.abandoned",
     ]
+
+
+@each_of("damage", [True, False])
+def test_an_earlier_run_stays_away_if_the_manifest_of_the_new_one_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Any, damage: bool
+) -> None:
+    tmp_path = tmp_path / str(damage)
+    old, note = Run(tmp_path / "root", 10, 20), Claim.note_aside
+    old.manager.close()
+    options = cnr.Options(new_run=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Claim, "note_aside", lambda *given: given[1] and note(*given))
+        new: Any = cnr.CheckpointManager(old.root, tables=old.tables, options=options)
+        new.save(
+            15, args=cnr.args.Save(old.state, cnr.init_touched(old.state, old.tables))
+        )
+        new.wait_until_finished()
+        killed = tmp_path / "killed"
+        shutil.copytree(old.root, killed)
+        new.close()
+    manifest = killed / "15/default/manifest.json"
+    failing: Any = storage.failing("/15/default/manifest.json", "open_read", "EIO")
+    if damage:
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+        failing = contextlib.nullcontext()
+    with failing:
+        cnr.CheckpointManager(killed, tables=old.tables).close()
+    steps = [path.name for path in killed.iterdir() if path.is_dir()]
+    assert sorted(name[:8] for name in steps) == ["15", "earlier-"]
 
 
 @pytest.mark.parametrize(
@@ -240,6 +282,8 @@ def test_who_may_not_read_the_claim_may_delete(
         killed.delete(2)
     assert killed.all_steps() == [1]
     killed.close()
+    with cnr.CheckpointManager(gone_back.root, tables=gone_back.tables) as manager:
+        assert manager.all_steps() == [1, 2, 3], "nobody could know what made way"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system knows no fork")

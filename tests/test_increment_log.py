@@ -534,7 +534,6 @@ def on_a_lattice(root: Path, growth: float, steps: int, **options: Any) -> list[
     ) as manager:
         for step in range(steps):
             some = rng.choice(512, 100, replace=False)
-            # All rows grow, by such as change: what is recorded counts, not what moved.
             table = state["user"].at[some].multiply(growth)
             state = {"user": table}
             touched = cnr.record(touched, {"user": some})
@@ -563,6 +562,33 @@ def test_training_saves_full_once_rows_have_grown_out_of_their_step(
         manifest = read_manifest(epath.Path(tmp_path) / str(step) / "default")
         assert manifest.outgrown == (), "steps were chosen anew"
     assert any(r.kind == "full" and r.rows < 512 for r in reports), "merges go on"
+
+
+@pytest.mark.parametrize(("grows", "held"), [("user", 100), ("other", 4000)])
+def test_few_rows_do_not_make_a_save_full(
+    tmp_path: Path, quick: None, grows: str, held: int
+) -> None:
+    """A table that is zeros almost throughout, or is next to nothing of the state."""
+    rng = np.random.default_rng(0)
+    table = np.zeros((4000, 16), np.float32)
+    table[rng.choice(4000, held, replace=False)] = rng.normal(size=(held, 16))
+    state = {
+        "user": jax.numpy.asarray(table),
+        "other": jax.numpy.asarray(rng.normal(size=(400, 4)), np.float32),
+    }
+    tables = cnr.find_tables(state, ["user", "other"])
+    touched, found = cnr.init_touched(state, tables), list[Any]()
+    given = {"policy": cnr.IncrementLog(merge_at=2), "codec": "lattice"}
+    options = cnr.Options(on_save=found.append, **given)
+    with cnr.CheckpointManager(tmp_path, tables=tables, options=options) as manager:
+        for step in range(8):
+            state = {**state, grows: state[grows] * np.float32(1.6)}
+            ids = np.arange(len(state[grows]))
+            touched = cnr.record(touched, {grows: ids})
+            manager.save(step, args=cnr.args.Save(state, touched))
+            merged(manager)
+    assert not [each.reason for each in found if "grown out" in each.reason]
+    assert any(each.merged_bytes for each in found)
 
 
 def test_rows_that_stay_as_large_stay_on_their_step(

@@ -295,7 +295,7 @@ def earlier_run(uuid: str) -> str:
     It is never listed as a step, since it does not end in a digit.
 
     Args:
-        uuid: uuid of the first save of the new run.
+        uuid: uuid of the first save of the new run, or another.
 
     Example:
         >>> earlier_run("00ff" * 8)

@@ -20,8 +20,11 @@ from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.tiling import Program, chunk_rows, host_device, program_rows
 
 # How many times that of `adaptive` codes the error of a sample may be, before the step of the
-# table is chosen anew: within these bounds rows lose little, or take at most half a bit too much.
+# table is chosen anew: within these bounds rows lose little, or take at most 0.6 bits too much.
 SUITS = (2 / 3, 3 / 2)
+# Fewest rows of a sample that are not zeros, by which a step is judged: of few, each new one moves
+# it. And the least share of all elements that is worth a full save.
+_LEAST_ROWS, _LEAST_SHARE = 256, 0.05
 
 
 class ResidualRows:
@@ -78,10 +81,19 @@ class ResidualRows:
             return None
         return (found.beside or found).digest.hexdigest()
 
-    def outgrown(self) -> tuple[str, ...]:
-        """Names of tables of which a sample of all rows has grown out of the parent's step."""
+    def outgrown(self, plans: Iterable[RunPlan]) -> tuple[str, ...]:
+        """Names of tables of which a sample of all rows has grown out of the parent's step.
+
+        Args:
+            plans: plans of all tiles, also of those without rows to write. If the tables hold only
+                a small part of their elements, none are named.
+        """
         runs = (run for run in self._runs if run is not None)
-        return tuple(sorted({run.plan.table for run in runs if run.is_outgrown()}))
+        found = [run.plan for run in runs if run.is_outgrown()]
+        few = _LEAST_SHARE * sum(plan.elements for plan in plans)
+        if sum(plan.elements for plan in found) < few:
+            return ()
+        return tuple(sorted({plan.table for plan in found}))
 
     def written(self) -> dict[TileKey, WrittenTile]:
         """The rows that were written, by tile, for the save that rests on this one."""
@@ -196,6 +208,8 @@ class _Run:
     def is_outgrown(self) -> bool:
         """Whether the step of the save below suits the sample no more; False if none was taken."""
         if self._below is None or self._step is None or self.plan.sample is None:
+            return False
+        if np.count_nonzero((self.plan.sample != 0).any(axis=1)) < _LEAST_ROWS:
             return False
         least, most = SUITS
         return not least <= self._step / self._chosen(self.plan.sample) <= most

@@ -348,7 +348,7 @@ class RowsWriter:
             ),
             row_errors=_sampled_errors(by_table),
             motion=_sampled_motions(compared.motions()),
-            outgrown=self._residual.outgrown(),
+            outgrown=self._residual.outgrown(self._plans),
             dense=leaves,
         )
         digest = write_process(self._directory, manifest, syncs=self._syncs)

@@ -61,6 +61,11 @@ class RunPlan:
         return math.prod(stop - start for start, stop in self.box[1:])
 
     @property
+    def elements(self) -> int:
+        """Number of elements of the tile, whether they are written or not."""
+        return self.rows * self.width
+
+    @property
     def is_slot(self) -> bool:
         """Whether this is an optimizer slot rather than the table itself."""
         return self.leaf != "table"

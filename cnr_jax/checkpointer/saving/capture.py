@@ -42,8 +42,6 @@ from cnr_jax.state.table import Leaf, Table, Tables
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# Rows of a table that tell whether its step still suits them; they wait in memory.
-_LOOKED_ROWS = 1 << 11
 
 
 class Coding:
@@ -201,10 +199,10 @@ class Rows:
     def _sample(self, numbers: Sequence[int], shards: Shards, *, looks: bool) -> None:
         """Keeps a sample of all rows of tiles whose steps are chosen anew, or looked at."""
         for number in numbers:
-            is_chosen = self.positions(number) is None
-            if is_chosen or looks:
+            if looks or self.positions(number) is None:
+                # The same rows each time: their step is the same as long as they are.
                 start, stop = self._coding.tiling.tiles[number].rows
-                at = spread(stop - start, SAMPLE_ROWS if is_chosen else _LOOKED_ROWS)
+                at = spread(stop - start, SAMPLE_ROWS)
                 self._samples[number] = rows_at(shards, number, at)
 
     def _on_host(self, numbers: Sequence[int], shards: Shards) -> HostRows:

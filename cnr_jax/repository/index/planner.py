@@ -522,7 +522,10 @@ class Planner:
 
 
 def _outgrown(ledger: Ledger, tip: Entry | None) -> str | None:
-    """Why a delta on a step would take too many bits, or be too far off; None if it would not."""
+    """Why a delta on a step would take too many bits, or be too far off; None if it would not.
+
+    The whole chain tells, as saves in flight rest on the one that has found it.
+    """
     chain = ledger.along(tip) if tip is not None else ()
     found = {
         name for e in chain if e.manifest is not None for name in e.manifest.outgrown

@@ -205,7 +205,7 @@ def _is_committed(root: AnyPath, aside: Aside) -> bool:
     """Whether the save for which steps were moved aside is committed.
 
     If its manifest cannot be read, where it lies tells: where renames commit steps, nothing else
-    gets the name of a step that was moved aside for it.
+    gets its name, once a step that had it was moved aside.
 
     Raises:
         OSError: if storage gives no answer, which proves neither.
@@ -215,10 +215,9 @@ def _is_committed(root: AnyPath, aside: Aside) -> bool:
     except errors.CnrError:
         made_way = dict(aside.moved).get(aside.directory)
         return (
-            made_way is not None
-            and can(root).renames
+            can(root).renames
             and is_named(root / aside.directory)
-            and is_named(root / made_way)
+            and (made_way is None or is_named(root / made_way))
         )
 
 
@@ -366,6 +365,8 @@ def keep_away(root: AnyPath, directory: str, claim: Claim) -> None:
         directory: name of the step's directory.
         claim: claim of the caller on the root, which need not be taken.
 
+    Who may not read the claim cannot tell, and keeps nothing away.
+
     Raises:
         WriterError: if other managers go on changing the claim.
         OSError: if storage does not tell, or it cannot be done.
@@ -373,8 +374,10 @@ def keep_away(root: AnyPath, directory: str, claim: Claim) -> None:
     for _ in range(_TRIES):
         try:
             aside = claim.aside if claim.is_taken else _noted(root)
-        except PermissionError:
-            return  # a user who may delete steps need not have the right to read the claim
+        except PermissionError as error:
+            # A user who may delete steps need not have the right to read the claim.
+            _log.debug("who has the root is not known: %s", error)
+            return
         if aside is None or aside.directory != directory:
             return
         if not _is_committed(root, aside):
