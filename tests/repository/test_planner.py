@@ -213,6 +213,17 @@ def test_doubt_about_the_stamps_makes_the_save_full(run: Run) -> None:
     assert (plan.kind, plan.reason) == ("full", "no audit was possible")
 
 
+def test_rows_that_have_grown_out_of_their_step_make_the_save_full(run: Run) -> None:
+    run.save(0, clock=3)
+    (branch,) = run.planner.branches.values()
+    assert branch.tip is not None and branch.tip.manifest is not None
+    manifest = dataclasses.replace(branch.tip.manifest, outgrown=("user",))
+    branch.tip = dataclasses.replace(branch.tip, manifest=manifest)
+    plan = run.plan(1, clock=4)
+    assert (plan.kind, "steps of user" in plan.reason) == ("full", True)
+    assert run.plan(1, clock=4, urgent=True).kind == "delta"
+
+
 def test_unguarded_saves_are_full(run: Run) -> None:
     run.save(0, clock=3)
     run.planner.guarded = False
