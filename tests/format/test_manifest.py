@@ -395,6 +395,7 @@ FREE = {
     "encoding",
     "motion",
     "stands_for",
+    "outgrown",
 }
 
 
@@ -406,8 +407,8 @@ def test_every_field_is_required(field: str) -> None:
 OF_PROCESS = [f.name for f in dataclasses.fields(ProcessManifest)]
 
 
-# Of rows that nobody has measured there are neither errors nor motion.
-MEASURED = {"row_errors", "motion"}
+# Of rows that nobody has measured there are neither errors nor motion, and none are outgrown.
+MEASURED = {"row_errors", "motion", "outgrown"}
 # Of a process that has written none.
 UNUSED = {"dense"}
 
@@ -481,6 +482,18 @@ def test_an_encoding_is_read_as_it_was_written_and_may_be_absent() -> None:
         "encoding.codec.configuration: expected an object",
         "encoding.tables.user.bits: expected an integer of at least 1, got []",
     ]
+
+
+def test_outgrown_tables_are_read_as_they_were_written_and_may_be_absent() -> None:
+    whole = dataclasses.replace(MANIFEST, outgrown=("items", "users"))
+    assert load(dump(whole), "here") == whole
+    assert "outgrown" not in json.loads(dump(MANIFEST))
+    part = dataclasses.replace(PROCESS, outgrown=("users",))
+    assert load_process(dump_process(part), "here") == part
+    assert "outgrown" not in json.loads(dump_process(PROCESS))
+    expected = ["outgrown: expected a list of strings, got 3"]
+    assert problems_of({"outgrown": 3}) == expected
+    assert problems_of({"outgrown": 3}, PROCESS) == expected
 
 
 def test_motion_is_read_as_it_was_written_and_may_be_absent() -> None:
