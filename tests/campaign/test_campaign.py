@@ -89,7 +89,7 @@ def test_faults_on_sums_end_as_they_should(tmp_path: Path, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sums", [(), ("--sums",)])
-@pytest.mark.parametrize("case", ["kill", "damage", "errors"])
+@pytest.mark.parametrize("case", ["kill: first", "kill: delta", "damage"])
 def test_faults_on_merges_end_as_they_should(
     tmp_path: Path, case: str, sums: tuple[str, ...]
 ) -> None:
