@@ -360,12 +360,12 @@ def keep_away(root: AnyPath, directory: str, claim: Claim) -> None:
     forget them. Where folders can be renamed they get names that no claim has, which harms nobody
     who writes there; else the claim forgets them, in the name of whoever has it.
 
+    Who may not read the claim cannot tell, and keeps nothing away.
+
     Args:
         root: root that holds the step.
         directory: name of the step's directory.
         claim: claim of the caller on the root, which need not be taken.
-
-    Who may not read the claim cannot tell, and keeps nothing away.
 
     Raises:
         WriterError: if other managers go on changing the claim.
