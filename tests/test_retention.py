@@ -20,12 +20,13 @@ import pytest
 from etils import epath
 
 import cnr_jax as cnr
+from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.options import with_retention
 from cnr_jax.repository.index.ledger import Entry
 from cnr_jax.repository.index.retention import ChainPreservation
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.step_reader import open_chain
-from cnr_jax.testing.faults import Fault
+from cnr_jax.testing.faults import Fault, FaultNotHitError
 from cnr_jax.testing.inprocess import failing
 
 from .conftest import each_of
@@ -789,3 +790,41 @@ def test_an_item_in_the_place_of_the_state_is_made_durable(
         manager.save(1, args=args)
         manager.wait_until_finished()
     assert {"metadata", "state"} <= synced
+
+
+@pytest.mark.parametrize("deletes", ["by itself", "for a save"])
+def test_what_is_listed_is_there_if_all_storage_fails_while_a_step_is_removed(
+    tiny_run: Any, tmp_path: Path, deletes: str
+) -> None:
+    """Also if the step can be renamed, and then neither synced nor renamed back."""
+    removed = 0
+    for nth in range(1, 60):
+        run, root = tiny_run(), tmp_path / str(nth)
+        with open_manager(root, run, cnr.Full(), max_to_keep=2) as manager:
+            run.run(manager, [1, 2])
+            run.train(3)
+            fault = Fault("any", nth=nth, action="EIO", times=0)
+            try:
+                with failing(root, fault):
+                    if deletes == "by itself":
+                        manager.delete(1)
+                    else:
+                        manager.save(3, args=cnr.args.Save(run.state, run.touched))
+                        manager.wait_until_finished()
+            except FaultNotHitError:
+                break
+            except (OSError, errors.CnrError):
+                pass
+            listed, held = manager.all_steps(), on_disk(root)
+            assert set(listed) == held
+            if any(".removed-" in path.name for path in root.iterdir()):
+                removed += 1
+                assert 1 not in held
+            for step in listed:
+                manager.restore(step, args=cnr.args.Restore(run.state))
+            # The next save goes on as if nothing had been.
+            run.run(manager, [5])
+            assert set(manager.all_steps()) == on_disk(root)
+    else:
+        raise AssertionError("there are more calls than were tried")
+    assert removed, "the step is renamed at some of these calls"

@@ -238,9 +238,7 @@ class Model:
         self._add(step, values, parent)
         new = self.steps[step]
         self._prune(needed)
-        if not self._is_there(new):
-            self.legal.discard(new)
-            self.tip = tip
+        self._go_on_from(new, tip)
 
     def _add(self, step: int, values: Values, parent: int | None) -> None:
         if parent is not None and parent not in self.legal_parents():
@@ -275,12 +273,14 @@ class Model:
         """Notes that a save failed or was killed, and which steps were found afterwards.
 
         No step may be gone that was there before. If the new step is committed, those may be gone
-        that retention drops, and those of an abandoned branch that were in its way.
+        that retention drops, itself perhaps among them, and those of an abandoned branch that were
+        in its way.
 
         Args:
             step: number of the step.
             values: values that it was to hold.
-            committed: whether its save is there; if not, an older one of this number may be.
+            committed: whether its save was committed; if not, an older one of this number may be
+                there.
             parent: parent of a delta, if it is there.
             there: the steps that are there.
 
@@ -303,10 +303,20 @@ class Model:
                 f" {sorted(there)}\n  expected {sorted(must)},"
                 f" and perhaps {sorted(may - must)}"
             )
+        tip, new = self.tip, None
         if committed:
             self._add(step, values, parent)
+            new = self.steps[step]
             self._keep_track(set(there))
         self.steps = {k: v for k, v in self.steps.items() if k in set(there)}
+        if new is not None:
+            self._go_on_from(new, tip)
+
+    def _go_on_from(self, new: Saved, tip: Saved | None) -> None:
+        """Takes back that the run goes on from a save, if retention has dropped it at once."""
+        if not self._is_there(new):
+            self.legal.discard(new)
+            self.tip = tip
 
     def _kept_after(self, step: int, values: Values, above: Saved | None) -> set[int]:
         """Steps that there are after a save and its retention; `above` is the parent of a delta."""

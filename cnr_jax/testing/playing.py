@@ -205,6 +205,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         if self._in_bucket and fault.call in ("fsync", "rename", "mkdir"):
             fault = dataclasses.replace(fault, call="any")
         step, values = self._step(gap), values_of(self.state)
+        before = self._uuid(step)
         raised = None
         try:
             with inprocess.failing(self.root, fault):
@@ -221,7 +222,7 @@ class Player(contextlib.AbstractContextManager["Player"]):
         gone = fault.times == 0 and bool(self.model.abandoned_by(step))
         if gone:
             self._reopen()
-        self._interrupted(step, values)
+        self._interrupted(step, values, before)
         self._count("failed save" if raised else "failure without consequence")
         if gone:
             self.model.reopened()
@@ -236,9 +237,10 @@ class Player(contextlib.AbstractContextManager["Player"]):
         there before. If there are fewer calls, it just saves.
         """
         step, values = self._step(gap), values_of(self.state)
+        before = self._uuid(step)
         if not self._dies(lambda: self._attempt(step), nth=nth, after=after):
             return self._saved(step, values)
-        self._interrupted(step, values)
+        self._interrupted(step, values, before)
         self._count("crash")
         self.model.reopened()
         self._go_on()
@@ -391,12 +393,22 @@ class Player(contextlib.AbstractContextManager["Player"]):
             self._note_catalogue()
             self._note_name(step)
 
-    def _interrupted(self, step: int, values: Values) -> None:
+    def _interrupted(self, step: int, values: Values, before: str | None) -> None:
+        """Notes what a save has left that failed or was killed.
+
+        Args:
+            step: number of the step.
+            values: values that it was to hold.
+            before: uuid of the step of this number that there was before.
+        """
         there = there_in(self.root)
-        old, manifest = self.model.steps.get(step), self._manifest(step, there)
-        committed = manifest is not None and (
-            old is None or manifest.generation > old.generation
+        manifest = self._manifest(step, there)
+        # A save that begins a new run may be committed, and be gone again: retention has dropped
+        # it. What it has moved aside stays there all the same.
+        is_dropped = manifest is None and bool(
+            self._earlier_now() - self._earlier.keys()
         )
+        committed = is_dropped or (manifest is not None and manifest.uuid != before)
         parent = None
         if committed and manifest is not None and manifest.parent is not None:
             parent = names.step_number(manifest.parent.directory)
@@ -412,12 +424,20 @@ class Player(contextlib.AbstractContextManager["Player"]):
 
     def _note_earlier(self) -> None:
         """Notes which folder holds the steps that a new run has moved aside."""
-        new = {n for n in self._held() if n.startswith(names.EARLIER_RUN)}
-        new -= self._earlier.keys()
+        new = self._earlier_now() - self._earlier.keys()
         if len(new) != len(self.model.earlier) - len(self._earlier):
             raise WrongError(f"steps are moved aside in {new}, and not as expected")
         if new:
             self._earlier[new.pop()] = self.model.earlier[-1]
+
+    def _earlier_now(self) -> set[str]:
+        """Folders of the root that hold the steps of earlier runs."""
+        return {name for name in self._held() if name.startswith(names.EARLIER_RUN)}
+
+    def _uuid(self, step: int) -> str | None:
+        """Uuid of a step; None if it is not there."""
+        manifest = self._manifest(step, there_in(self.root))
+        return None if manifest is None else manifest.uuid
 
     def _manifest(self, step: int, there: Collection[int]) -> Manifest | None:
         """Manifest of a step, if it is there."""

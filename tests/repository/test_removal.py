@@ -7,6 +7,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -106,6 +107,30 @@ def test_a_directory_whose_new_name_cannot_be_synced_is_there_as_before(
         remover.keep("1", keep_in) if keep_in else remover.remove("1")
     assert step_directories(tmp_path) == ["1"]
     assert (tmp_path / "1" / "a" / "b" / "deep").exists()
+
+
+def test_a_directory_that_can_be_neither_synced_nor_moved_back_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A power cut may bring it back, so it must be whole until its name is durable."""
+    make_step(tmp_path, "1")
+    remover, error = Remover(tmp_path), OSError(5, "no luck")
+    fails = mock.Mock(side_effect=error)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fails)
+        patched.setattr(os, "rename", refuse(error, "removed-")(os.rename))
+        remover.remove("1")
+    assert step_directories(tmp_path) == [] and "power cut" in caplog.text
+    (name,) = left(tmp_path)
+    assert (tmp_path / name / "a" / "b" / "deep").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fails)
+        remover.purge_left([name])
+        remover.close()
+    assert (tmp_path / name / "a" / "b" / "deep").exists()
+    remover.purge_left([name])
+    remover.close()
+    assert left(tmp_path) == set()
 
 
 def test_what_no_reader_lists_is_discarded_also_where_nothing_can_be_synced(

@@ -199,3 +199,56 @@ def test_faults_and_crashes_are_counted_as_what_they_were(player: Any) -> None:
     assert player.counts["failed save"] == player.counts["crash"] == 1
     assert player.counts["full"] + player.counts["delta"] == 5
     player.check_all()
+
+
+@pytest.mark.parametrize("kind", ["killed", "fails"])
+def test_a_new_run_whose_only_step_is_dropped_at_once_leaves_the_earlier_run_aside(
+    tmp_path: Any, player: Any, kind: str
+) -> None:
+    """Wherever its save ends; the calls after the removal of its step are those that matter."""
+    multiples = ocp.checkpoint_managers.EveryNSteps(5)
+    options = dataclasses.replace(
+        player.setup.options, preservation_policy=multiples, codec="raw"
+    )
+    setup = dataclasses.replace(player.setup, options=options, keeps=model.multiples(5))
+    dropped = 0
+    for nth in range(20, 100):
+        root = tmp_path / f"{kind} {nth}"
+        with playing.Player(root, setup) as new:
+            new.save()
+            new.reopen(anew=True)
+            new.train(3)
+            if kind == "killed":
+                new.crash_while_saving(nth=nth, gap=2)
+            else:
+                fault = Fault("any", nth=nth, action="EDQUOT", times=0)
+                new.fail_while_saving(fault, gap=2)
+            new.check_all()
+            dropped += bool(new.model.earlier and not new.model.steps)
+            if not new.counts.keys() & {
+                "crash",
+                "failed save",
+                "failure without consequence",
+            }:
+                break
+            new.train(4)
+            new.save()
+            new.check_all()
+    else:
+        raise AssertionError("there are more calls than were tried")
+    assert dropped > 1
+
+
+def test_an_older_step_is_not_taken_for_the_save_that_was_killed(player: Any) -> None:
+    """Whatever its generation: real ones may be higher than those of the model."""
+    for saved in player.model.steps.values():
+        object.__setattr__(saved, "generation", 0)
+    player._next = 2
+    player.manager.close()
+    player.manager = player.setup.open(player.root)
+    player.model.reopened()
+    player._restore(1, 1)
+    player.train(5)
+    player.crash_while_saving(nth=5)
+    assert player.counts["crash"] == 1
+    player.check_all()

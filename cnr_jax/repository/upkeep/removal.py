@@ -8,13 +8,12 @@ of this one, have left beside whole steps.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,7 +68,9 @@ class Remover:
             CnrError: as `before` raises.
         """
         self._before(directory)
-        renamed = self.set_aside(directory)
+        renamed = self._root / _removed(directory)
+        if not self._rename(directory, renamed):
+            return
         if background:
             self.purge_later(renamed.name)
         else:
@@ -107,28 +108,31 @@ class Remover:
         """Deletes a directory that no reader lists, in the background."""
         self._purger.put(self._root / name)
 
-    def set_aside(self, directory: str) -> store.AnyPath:
-        """Renames a directory durably, so that it is no longer a step; returns its new path.
+    def _rename(self, directory: str, target: store.AnyPath) -> bool:
+        """Renames a directory, so that it is no longer a step; returns whether that is durable.
 
         Raises:
             OSError: if the directory cannot be renamed, or the new name cannot be synced. It is
                 then there as before.
         """
-        target = self._root / _removed(directory)
-        self._rename(directory, target)
-        return target
-
-    def _rename(self, directory: str, target: store.AnyPath) -> None:
         source = self._root / directory
         self._store.move(source, target)
         try:
             if target.parent != self._root:
                 store.sync_directory(target.parent)
             store.sync_directory(self._root)
-        except OSError:
+        except OSError as error:
             # The directory is still whole: nothing is deleted before the new name is durable.
-            with contextlib.suppress(OSError):
+            try:
                 self._store.move(target, source)
+            except OSError:
+                _log.error(
+                    "%s is removed, but a power cut may bring it back, as that cannot be"
+                    " synced: %s; the first save of the next manager deletes its files",
+                    source,
+                    error,
+                )
+                return False
             raise
         if self._store.is_link(target):
             _log.warning(
@@ -136,9 +140,22 @@ class Remover:
                 source,
                 self._root / self._store.link_target(target),
             )
+        return True
+
+    def purge_left(self, directories: Sequence[str]) -> None:
+        """Deletes removed directories that an earlier manager has left, in the background."""
+        if not directories:
+            return
+        try:
+            store.sync_directory(self._root)  # their names may not be durable yet
+        except OSError as error:
+            _log.error("%s cannot be synced: %s", self._root, error)
+        else:
+            for name in directories:
+                self.purge_later(name)
 
     def purge(self, path: store.AnyPath) -> bool:
-        """Deletes a directory that `set_aside` has renamed; returns whether all of it is gone."""
+        """Deletes a directory that is renamed; returns whether all of it is gone."""
         failed = self._store.remove_tree(path, self.threads)
         if failed:
             _log.error(
@@ -472,8 +489,7 @@ def clear(remover: Remover, leftovers: Leftovers, temporary: Iterable[str]) -> N
         leftovers: what `find_leftovers` has found.
         temporary: those of the temporary directories into which nobody is writing.
     """
-    for name in leftovers.removed:
-        remover.purge_later(name)
+    remover.purge_left(leftovers.removed)
     for name in leftovers.claims:
         remover.remove_file(name)
     for name in temporary:
