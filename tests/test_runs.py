@@ -496,6 +496,40 @@ def test_a_loop_begun_again_in_one_manager_sets_later_steps_aside_and_deletes_no
     again.check(manager, None)
 
 
+@pytest.mark.parametrize("policy", [cnr.OneShot, cnr.Consecutive])
+@pytest.mark.parametrize("step", [5, 10, 25, 30])
+def test_a_loop_begun_again_rests_on_nothing_that_it_sets_aside(
+    tiny_run: Any, opened: Any, tmp_path: Path, step: int, policy: Any
+) -> None:
+    """Fingerprints know what has changed since steps that make way for the save."""
+    root, run = tmp_path / "root", tiny_run()
+    options = {"tracking": "fingerprint", "policy": policy()}
+    manager = opened(run, **options)
+    run.run(manager, [10, 20, 30])
+    run.touched = cnr.init_touched(run.state, run.tables)
+    run.run(manager, [step], force=True)
+    assert manager.last_report.kind == "full"
+    assert steps_in(root) == [each for each in (10, 20) if each < step] + [step]
+    for each in steps_in(root):
+        run.check(manager, each)
+    run.run(manager, [40])
+    run.check(manager, None)
+    assert not any(problem.consequence for problem in cnr.verify(root))
+
+
+def test_touched_rows_that_went_with_a_save_are_of_its_run_where_fingerprints_choose(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    root, run = tmp_path / "root", tiny_run()
+    manager = opened(run, tracking="fingerprint", policy=cnr.Consecutive())
+    run.run(manager, [10, 20])
+    run.run(manager, [15], force=True)
+    assert steps_in(root) == [10, 15, 20]
+    assert run_of(root, 15) == run_of(root, 20)
+    for each in (10, 15, 20):
+        run.check(manager, each)
+
+
 def test_a_step_of_another_run_is_not_replaced(
     tiny_run: Any, opened: Any, tmp_path: Path
 ) -> None:

@@ -162,9 +162,12 @@ class Planner:
         branch = self._branch(lineage, clock)
         branch.forget_parents(ledger.entries)
         branch = self._ahead(branch, lineage)
-        generation = rollback.generation_of_next(ledger, branch.tip, self._nonce)
         is_first = self.runs.current is None
         begins = run != self.runs.current and bool(left)
+        if begins:
+            # No save can rest on what makes way for it, whatever fingerprints know of that.
+            branch = Branch(restores=branch.restores)
+        generation = rollback.generation_of_next(ledger, branch.tip, self._nonce)
         directory, abandoned = rollback.room_for(
             ledger, branch.tip, directory, generation, run, left
         )
@@ -179,11 +182,8 @@ class Planner:
             decision = self._decide(ledger, branch, step, doubt, urgent, begins)
         parent = self._parent(ledger, branch, decision)
         if exact:
-            reason = f"{decision.reason}; {ALL_BITS}"
-            if parent and not is_exact(ledger.chain(ledger.entries[parent.directory])):
-                reason = f"{ALL_BITS}, and the chain has rounded rows"
-                decision, parent = full_because(reason), None
-            decision = dataclasses.replace(decision, reason=reason)
+            decision, parent = _in_all_bits(ledger, decision, parent, is_exact)
+        self.runs.carries(uuid, touched)
         return SavePlan(
             uuid=uuid,
             directory=directory,
@@ -226,6 +226,7 @@ class Planner:
     def failed(self, uuid: str) -> None:
         """Notes a save that failed: neither it nor any save that rests on it can be a parent."""
         self.begun.pop(uuid, None)
+        self.runs.failed(uuid)
         for each in [*self.begun.values()]:
             if each.plan.parent is not None and each.plan.parent.uuid == uuid:
                 self.failed(each.plan.uuid)
@@ -240,7 +241,7 @@ class Planner:
         branch.restores = plan.restores
         # A save of too few rows tells nothing about motion, so what is known before it stays.
         branch.motion_since = entry.manifest.motion or branch.motion_since
-        self.runs.saved(plan.lineage, plan.run)
+        self.runs.saved(plan.lineage, plan.run, plan.uuid)
         branch.history, branch.no_parents = entry.manifest.history, ""
 
     def history_before(self, plan: SavePlan) -> tuple[HistoryEntry, ...]:
@@ -533,6 +534,19 @@ def _outgrown(ledger: Ledger, tip: Entry | None) -> str | None:
     if not found:
         return None
     return f"rows have grown out of the steps of {', '.join(sorted(found))}"
+
+
+def _in_all_bits(
+    ledger: Ledger,
+    decision: Decision,
+    parent: ParentRef | None,
+    is_exact: Callable[[Sequence[Entry]], bool],
+) -> tuple[Decision, ParentRef | None]:
+    """Decision and parent of a save of all bits: it is full if its chain has rounded rows."""
+    if parent and not is_exact(ledger.chain(ledger.entries[parent.directory])):
+        return full_because(f"{ALL_BITS}, and the chain has rounded rows"), None
+    reason = f"{decision.reason}; {ALL_BITS}"
+    return dataclasses.replace(decision, reason=reason), parent
 
 
 def _bringing(baseline: MergedBaseline) -> Decision:

@@ -94,10 +94,19 @@ class Runs:
         self._tried: set[str] = set()
         # Run of each lineage that was saved or restored here, for as long as this process lives.
         self._known: dict[str, str] = {}
+        # Lineages of touched rows that went with saves in flight, by the uuid of the save. Where
+        # fingerprints choose rows, these have a lineage of their own.
+        self._carried: dict[str, str] = {}
 
-    def saved(self, lineage: str, run: str) -> None:
-        """Notes a committed save."""
+    def saved(self, lineage: str, run: str, uuid: str = "") -> None:
+        """Notes a committed save, and that its touched rows belong to its run."""
         self.current = self._known[lineage] = run
+        if uuid in self._carried:
+            self._known[self._carried.pop(uuid)] = run
+
+    def failed(self, uuid: str) -> None:
+        """Notes a save that failed."""
+        self._carried.pop(uuid, None)
 
     def restored(self, lineage: str, run: str, encoding: EncodingEntry | None) -> None:
         """Notes that a restored step of a run goes on as `lineage`, with this encoding of rows."""
@@ -112,6 +121,11 @@ class Runs:
     def tries(self, directory: str) -> None:
         """Notes that a save to this step directory is planned."""
         self._tried.add(directory)
+
+    def carries(self, uuid: str, touched: Stamps | None) -> None:
+        """Notes the touched rows that go with a save that begins."""
+        if touched is not None:
+            self._carried[uuid] = touched[0]
 
     def check_origin(self, ledger: Ledger, touched: Stamps | None) -> None:
         """Checks that a save of a state belongs to a run that may save here.
