@@ -188,3 +188,18 @@ def test_another_root_may_name_its_items_where_this_one_does_not(
         manager.restore(1, directory=tmp_path / "many", args=asked)
         touched = manager.restore(0, args=one).touched
         manager.save(1, args=cnr.args.Save(state, touched))
+
+
+@pytest.mark.parametrize("args", [cnr.args.Restore, ocp.args.StandardRestore])
+@pytest.mark.parametrize("value", [ocp.PLACEHOLDER, "text"])
+def test_a_table_without_a_shape_in_the_state_is_named(
+    tmp_path: Path, args: Any, value: Any
+) -> None:
+    state = make_state(optax.sgd(0.1))
+    save(tmp_path, state)
+    tables = cnr.find_tables(state, ["user"])
+    state["params"]["user"] = value
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        with pytest.raises(errors.StateMismatchError) as error:
+            manager.restore(0, args=args(state))
+    assert "params/user: shape [16, 2] in the checkpoint, and" in str(error.value)

@@ -10,10 +10,11 @@ from cnr_jax import errors
 class StepExistsError(errors.DependentsExistError, StepAlreadyExistsError):
     """The step of a save is there already; this is an error of Orbax too.
 
-    Nothing was saved or replaced. With one program it means that you save a step twice: go on with
-    a higher number. If another program has saved the step to the same root meanwhile, end one of
-    them. `reload()` and `restore(None)` let the other go on from the newest step of both. Catch
-    `cnr_jax.errors.DependentsExistError`, whose `kind` is `"step_exists"`, or Orbax's error.
+    It is in no public module: catch `cnr_jax.errors.DependentsExistError`, whose `kind` is
+    `"step_exists"`, or Orbax's error. Nothing was saved or replaced. With one program it means that
+    you save a step twice: go on with a higher number. If another program has saved the step to the
+    same root meanwhile, end one of them. `reload()` and `restore(None)` let the other go on from
+    the newest step of both.
     """
 
     kind = "step_exists"

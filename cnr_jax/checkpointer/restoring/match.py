@@ -335,6 +335,12 @@ def _match_leaves(
         value = leaves.pop(leaf.path)
         stored = saved.pop(leaf.name)
         where = "/".join(leaf.path)
+        if not hasattr(value, "shape"):
+            found.problems.append(
+                f"{where}: shape {list(leaf.shape)} in the checkpoint, and"
+                f" {type(value).__name__} without a shape in the state"
+            )
+            continue
         if value.shape[:1] != leaf.shape[:1]:
             found.problems.append(
                 f"{where}: {value.shape[0]:,} rows in the state, but"

@@ -206,7 +206,7 @@ class Lifecycle:
             self._has_said_dropped = True
             _log.warning(
                 "step %d was saved, and retention deleted it at once: by the rule of this run"
-                " (best_fn, or a policy of its own) other steps are to stay, to which a crash"
+                " (max_to_keep, best_fn, or a policy) other steps are to stay, to which a crash"
                 " takes the run back; preservation_policy=AnyPreservationPolicy(["
                 "BestN(...), LatestN(1)]), of ocp.checkpoint_managers, keeps the newest too",
                 flight.step,
