@@ -238,7 +238,9 @@ class Model:
         self._add(step, values, parent)
         new = self.steps[step]
         self._prune(needed)
-        self._go_on_from(new, tip)
+        if not self._is_there(new):
+            self.legal.discard(new)
+            self.tip = tip
 
     def _add(self, step: int, values: Values, parent: int | None) -> None:
         if parent is not None and parent not in self.legal_parents():
@@ -303,20 +305,10 @@ class Model:
                 f" {sorted(there)}\n  expected {sorted(must)},"
                 f" and perhaps {sorted(may - must)}"
             )
-        tip, new = self.tip, None
         if committed:
             self._add(step, values, parent)
-            new = self.steps[step]
             self._keep_track(set(there))
         self.steps = {k: v for k, v in self.steps.items() if k in set(there)}
-        if new is not None:
-            self._go_on_from(new, tip)
-
-    def _go_on_from(self, new: Saved, tip: Saved | None) -> None:
-        """Takes back that the run goes on from a save, if retention has dropped it at once."""
-        if not self._is_there(new):
-            self.legal.discard(new)
-            self.tip = tip
 
     def _kept_after(self, step: int, values: Values, above: Saved | None) -> set[int]:
         """Steps that there are after a save and its retention; `above` is the parent of a delta."""
