@@ -517,6 +517,19 @@ def test_a_loop_begun_again_rests_on_nothing_that_it_sets_aside(
     assert not any(problem.consequence for problem in cnr.verify(root))
 
 
+def test_a_loop_begun_again_counts_the_restores_before(
+    tiny_run: Any, opened: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    manager = opened(run, tracking="fingerprint")
+    run.run(manager, [10, 20])
+    run.restore(manager, 20)
+    run.touched = cnr.init_touched(run.state, run.tables)
+    run.run(manager, [15], force=True)
+    assert steps_in(tmp_path / "root") == [10, 15]
+    assert run.manifest(manager, 15).restores == 1
+
+
 def test_touched_rows_that_went_with_a_save_are_of_its_run_where_fingerprints_choose(
     tiny_run: Any, opened: Any, tmp_path: Path
 ) -> None:

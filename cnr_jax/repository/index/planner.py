@@ -226,7 +226,6 @@ class Planner:
     def failed(self, uuid: str) -> None:
         """Notes a save that failed: neither it nor any save that rests on it can be a parent."""
         self.begun.pop(uuid, None)
-        self.runs.failed(uuid)
         for each in [*self.begun.values()]:
             if each.plan.parent is not None and each.plan.parent.uuid == uuid:
                 self.failed(each.plan.uuid)

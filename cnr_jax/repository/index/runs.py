@@ -94,8 +94,8 @@ class Runs:
         self._tried: set[str] = set()
         # Run of each lineage that was saved or restored here, for as long as this process lives.
         self._known: dict[str, str] = {}
-        # Lineages of touched rows that went with saves in flight, by the uuid of the save. Where
-        # fingerprints choose rows, these have a lineage of their own.
+        # Lineages of touched rows that went with saves that began, until these are committed, by
+        # the uuid of the save. Where fingerprints choose rows, these have a lineage of their own.
         self._carried: dict[str, str] = {}
 
     def saved(self, lineage: str, run: str, uuid: str = "") -> None:
@@ -103,10 +103,6 @@ class Runs:
         self.current = self._known[lineage] = run
         if uuid in self._carried:
             self._known[self._carried.pop(uuid)] = run
-
-    def failed(self, uuid: str) -> None:
-        """Notes a save that failed."""
-        self._carried.pop(uuid, None)
 
     def restored(self, lineage: str, run: str, encoding: EncodingEntry | None) -> None:
         """Notes that a restored step of a run goes on as `lineage`, with this encoding of rows."""
