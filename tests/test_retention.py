@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import os
 import shutil
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from cnr_jax.repository.index.ledger import Entry
 from cnr_jax.repository.index.retention import ChainPreservation
 from cnr_jax.repository.layout import Place
 from cnr_jax.repository.step_reader import open_chain
+from cnr_jax.repository.upkeep import aside
 from cnr_jax.testing.faults import Fault, FaultNotHitError
 from cnr_jax.testing.inprocess import failing
 
@@ -828,3 +830,112 @@ def test_what_is_listed_is_there_if_all_storage_fails_while_a_step_is_removed(
     else:
         raise AssertionError("there are more calls than were tried")
     assert removed, "the step is renamed at some of these calls"
+
+
+def test_a_step_on_which_another_manager_has_saved_since_is_not_deleted(
+    tiny_run: Any, opened: Any
+) -> None:
+    """Also by one that has never saved, and lists the root as it was."""
+    run, looks = tiny_run(), tiny_run()
+    manager = opened(run, policy=cnr.Consecutive())
+    run.run(manager, [1, 2, 3])
+    other = opened(looks)
+    looks.restore(other, 3)
+    run.run(manager, [4])
+    with pytest.raises(errors.DependentsExistError, match="step 3: 4 depend"):
+        other.delete(3)
+    other.reload()
+    other.delete(4)
+    other.delete(3)
+    assert manager.directory.joinpath("2").exists()
+    run.run(manager, [5])
+    for step in manager.all_steps():
+        run.check(manager, step)
+
+
+def test_a_step_that_another_manager_has_saved_anew_is_not_deleted(
+    tiny_run: Any, opened: Any
+) -> None:
+    run, looks = tiny_run(), tiny_run()
+    manager = opened(run, policy=cnr.Full())
+    run.run(manager, [1, 2])
+    other = opened(looks)
+    looks.restore(other, 2)
+    run.restore(manager, 1)
+    run.run(manager, [2])
+    with pytest.raises(errors.WriterError, match="has saved it anew"):
+        other.delete(2)
+    run.check(manager, 2)
+    other.reload()
+    other.delete(2)
+    run.check(manager, 1)
+
+
+def test_nobody_saves_on_a_step_while_it_is_deleted(
+    tiny_run: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    manager = opened(run, policy=cnr.Consecutive())
+    run.run(manager, [1, 2, 3])
+    again = tiny_run()
+    other = opened(again, policy=cnr.Consecutive())
+    again.restore(other, 3)
+    again.truth = run.truth
+    real, saves = aside.keep_away, []
+
+    def meanwhile(*args: Any) -> None:
+        if not saves:
+            saves.append(threading.Thread(target=again.run, args=(other, [4])))
+            saves[0].start()
+            saves[0].join(0.5)
+            assert not (other.directory / "4").exists()
+        real(*args)
+
+    monkeypatch.setattr(aside, "keep_away", meanwhile)
+    manager.delete(3)
+    saves[0].join()
+    assert other.all_steps() == [1, 2, 4]
+    for step in (1, 2, 4):
+        again.check(other, step)
+
+
+def test_a_step_is_not_gone_because_the_folder_for_removed_steps_is(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    orbax = {"todelete_subdir": "trash"}
+    with run.open(tmp_path, orbax, policy=cnr.Full()) as manager:
+        run.run(manager, [1, 2])
+        real = os.rename
+
+        def rename(source: Any, target: Any, *args: Any) -> None:
+            if "trash" in os.fspath(target):
+                shutil.rmtree(tmp_path / "trash")
+            real(source, target, *args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "rename", rename)
+            with pytest.raises(FileNotFoundError):
+                manager.delete(1)
+        assert manager.all_steps() == [1, 2]
+        run.check(manager, 1)
+        manager.delete(1)
+        assert manager.all_steps() == [2]
+
+
+def test_steps_that_come_back_late_after_a_failed_rollback_can_be_restored(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.Full()) as manager:
+        run.run(manager, [1, 2, 3])
+        run.restore(manager, 1)
+        run.train(2)
+        fault = Fault("any", nth=8, action="EIO", times=0)
+        with failing(tmp_path, fault), pytest.raises((OSError, errors.SaveError)):
+            manager.save(2, args=cnr.args.Save(run.state, run.touched))
+            manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3]
+        for step in (2, 3):
+            restored = manager.restore(step, args=cnr.args.Restore(run.state))
+            run.same(restored.state, run.truth[step])

@@ -17,7 +17,6 @@ from cnr_jax.format import names
 from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.index.folders import is_own_item, naming_hint
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.retention import blockers
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.layout import (
     check_can_be_read,
@@ -253,12 +252,7 @@ class Listing:
         self._saves.settle()
         self.check_exists(step)
         ledger, directory = self._saves.ledger, self._steps.existing_directory(step)
-        found = blockers(ledger, directory)
-        if found:
-            raise errors.DependentsExistError(
-                f"refusing to delete step {step}: {', '.join(reversed(found))}"
-                " depend on it, or may\n  hint: delete those first, the newest first"
-            )
+        self._saves.retirement.check_unneeded(step)
         if self._steps.options.read_only:
             _log.warning("step %d is not deleted: this manager is read-only", step)
             return

@@ -105,17 +105,17 @@ class Seams:
 
     def a_deletion_fails(self, step: int) -> None:
         """Process 0 alone deletes; both must know afterwards what is there."""
-        remove = Remover.set_aside
+        remove = Remover.remove
 
-        def failing(remover: Remover, directory: str) -> Path:
+        def failing(remover: Remover, directory: str, *, background: bool) -> None:
             raise OSError(errno.EIO, f"of {directory}")
 
-        Remover.set_aside = failing  # type: ignore[method-assign]
+        Remover.remove = failing  # type: ignore[method-assign]
         try:
             self.manager.delete(5)
         except (OSError, cnr.errors.CnrError) as error:
             self.lines.append(f"deletion: {error}")
-        Remover.set_aside = remove  # type: ignore[method-assign]
+        Remover.remove = remove  # type: ignore[method-assign]
         self.save(step)
         # The state goes on from step 8, which is damaged, and not from step 5.
         assert self.manager.all_steps() == [0, 3, step]

@@ -133,6 +133,34 @@ def test_a_directory_that_can_be_neither_synced_nor_moved_back_is_removed(
     assert left(tmp_path) == set()
 
 
+@pytest.mark.parametrize("lost", ["the first", "the second"])
+def test_what_a_rename_has_done_is_looked_at_if_its_answer_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    make_step(tmp_path, "1")
+    remover, error, real = Remover(tmp_path), OSError(5, "no luck"), os.rename
+    renamed: list[str] = []
+
+    def rename(source: Any, target: Any, *args: Any) -> None:
+        real(source, target, *args)
+        renamed.append(os.fspath(source))
+        if len(renamed) == ["the first", "the second"].index(lost) + 1:
+            raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", rename)
+        if lost == "the first":
+            remover.remove("1", background=False)
+            assert left(tmp_path) == set()
+            return
+        patched.setattr(os, "fsync", mock.Mock(side_effect=error))
+        with pytest.raises(OSError, match="no luck"):
+            remover.remove("1")
+    assert step_directories(tmp_path) == ["1"]
+    remover.remove("1", background=False)
+    assert left(tmp_path) == set()
+
+
 def test_what_no_reader_lists_is_discarded_also_where_nothing_can_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

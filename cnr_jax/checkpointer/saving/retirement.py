@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from cnr_jax import errors
 from cnr_jax.checkpointer.orbax_compat.options import (
     check_deletion,
     preservation_context,
@@ -16,7 +17,8 @@ from cnr_jax.repository.committer import Attempt
 from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.index.retention import Preserving, children_first
+from cnr_jax.repository.index.retention import Preserving, blockers, children_first
+from cnr_jax.repository.store import is_named
 from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.removal import Remover
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -150,16 +152,46 @@ class Retirement:
         with self._writer.looking:
             self._ledger.let_go(attempt.nonce, superfluous)
 
-    def delete(self, step: int) -> None:
-        """Removes one step.
+    def check_unneeded(self, step: int) -> None:
+        """Checks that no step depends on a step, as far as the ledger knows.
 
         Raises:
-            WriterError: if another manager saves to this root.
+            DependentsExistError: if one does, or may.
+        """
+        found = blockers(self._ledger, self._steps.existing_directory(step))
+        if found:
+            raise errors.DependentsExistError(
+                f"refusing to delete step {step}: {', '.join(reversed(found))}"
+                " depend on it, or may\n  hint: delete those first, the newest first"
+            )
+
+    def delete(self, step: int) -> None:
+        """Removes one step that no other depends on, whoever has saved since the root was read.
+
+        Raises:
+            DependentsExistError: if a step depends on it.
+            WriterError: if another manager saves to this root, or has saved this step anew.
             OSError: if it cannot be removed. The step is then there as before; in a bucket it
                 counts no more until the root is read anew, as its removal may have begun.
         """
-        for _, error in self._removing([step]):
-            raise error
+        directory, place = self._steps.existing_directory(step), self._writer.place
+        meant = self._ledger.entries.get(directory)
+        with self._writer.alone() as ledger:
+            if meant is not None and place is not None:
+                ledger.read(
+                    place.root, directory, place.item
+                )  # the name alone does not tell
+            found = ledger.entries.get(directory)
+            if meant is not None and found is not None and found.uuid != meant.uuid:
+                self._writer.changed = True
+                raise errors.WriterError(
+                    f"step {step} is not deleted: another manager has saved it anew\n"
+                    f"  got {found.uuid}, expected {meant.uuid}\n"
+                    "  hint: reload() lists the steps that there are now"
+                )
+            self.check_unneeded(step)
+            for _, error in self._removing([step]):
+                raise error
 
     def _doubt(self, directory: str, error: BaseException) -> None:
         """Lets no save rest on a step whose removal has failed once it had begun."""
@@ -184,8 +216,6 @@ class Retirement:
                 try:
                     for name in (*hidden, directory):
                         self._remove(name)
-                except FileNotFoundError:
-                    _log.warning("step %s is gone already", directory)
                 except Exception as error:
                     if is_known and directory not in ledger.all_directories():
                         _log.error("step %s is removed, but: %s", directory, error)
@@ -205,6 +235,10 @@ class Retirement:
                 remover.keep(directory, options.todelete_subdir)
             else:
                 remover.remove(directory, background=options.enable_background_delete)
+        except FileNotFoundError:
+            if is_named(self._steps.root / directory):
+                raise
+            _log.warning("step %s is gone already", directory)
         except BaseException as error:
             if directory in remover.avoided:
                 self._doubt(directory, error)

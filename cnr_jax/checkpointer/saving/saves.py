@@ -350,6 +350,7 @@ class Saves:
             return
         if not self._lifecycle.open and self._writer.is_prepared:
             self._lifecycle.withdraw()
+            self.steps.is_stale = True  # steps that were moved aside may be back
         if self.steps.is_stale:
             self.reread()
 

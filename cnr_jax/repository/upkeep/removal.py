@@ -116,7 +116,12 @@ class Remover:
                 then there as before.
         """
         source = self._root / directory
-        self._store.move(source, target)
+        try:
+            self._store.move(source, target)
+        except OSError:
+            # Storage may have renamed it, and only the answer was lost.
+            if self._is_there(source) or not self._is_there(target):
+                raise
         try:
             if target.parent != self._root:
                 store.sync_directory(target.parent)
@@ -126,10 +131,13 @@ class Remover:
             try:
                 self._store.move(target, source)
             except OSError:
+                if self._is_there(source):
+                    raise error from None
                 _log.error(
-                    "%s is removed, but a power cut may bring it back, as that cannot be"
-                    " synced: %s; the first save of the next manager deletes its files",
+                    "%s is removed, but a power cut may bring it back, as its new name, %s,"
+                    " cannot be synced: %s",
                     source,
+                    target,
                     error,
                 )
                 return False
@@ -141,6 +149,13 @@ class Remover:
                 self._root / self._store.link_target(target),
             )
         return True
+
+    def _is_there(self, path: store.AnyPath) -> bool:
+        """Whether a path exists, as far as storage tells: in doubt it does."""
+        try:
+            return self._store.is_named(path)
+        except OSError:
+            return True
 
     def purge_left(self, directories: Sequence[str]) -> None:
         """Deletes removed directories that an earlier manager has left, in the background."""

@@ -26,27 +26,14 @@ from cnr_jax.repository.store import (
     replace_durably,
     store_of,
 )
-from cnr_jax.repository.upkeep.aside import (
-    bring_back,
-    keep_away,
-    move_aside,
-    names_aside,
-)
+from cnr_jax.repository.upkeep import aside, removal
 from cnr_jax.repository.upkeep.claim import Aside, Claim, Writer, WritingLock
-from cnr_jax.repository.upkeep.removal import (
-    InPlaceRemover,
-    Remover,
-    clear,
-    end_attempts,
-    find_leftovers,
-    remover_for,
-)
 from cnr_jax.repository.upkeep.trial import check_conditions
 from cnr_jax.repository.upkeep.unfinished import Unfinished
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-# Stands in `_writing` for a save that is being planned, and has not begun.
+# Stands in `_writing` for a save that is planned and has not begun, or for a removal by hand.
 _PLANNED = "planned"
 
 
@@ -87,7 +74,7 @@ class RootWriter:
     _claim: Claim
     _lock: WritingLock
     _unfinished: Unfinished
-    remover: Remover | InPlaceRemover
+    remover: removal.Remover | removal.InPlaceRemover
 
     def __init__(
         self,
@@ -124,7 +111,7 @@ class RootWriter:
 
     def bind(self, root: AnyPath, is_step: Callable[[str], bool] | None = None) -> None:
         """Sets the root that saves go to; `serve` sets the item later."""
-        self.remover = remover_for(root, self.check_removal, self.check_claim)
+        self.remover = removal.remover_for(root, self.check_removal, self.check_claim)
         self.root, self.is_step = root, is_step
 
     def open(self, root: AnyPath, item: str) -> Ledger:
@@ -264,7 +251,9 @@ class RootWriter:
             known = {e.directory for e in ledger.committed() if self._is_of_epoch}
             known |= {own or ""}
             mine = {*self._writing} if self.stops else None
-            found = end_attempts(root, ledger.is_step, known, self._claim.check, mine)
+            found = removal.end_attempts(
+                root, ledger.is_step, known, self._claim.check, mine
+            )
             self.remover.avoided.update(found)
         self._is_alone = True
         changed = self._bring_back() | self._refresh()
@@ -314,15 +303,15 @@ class RootWriter:
     def _tidy_up(self, own: str | None) -> None:
         """Deletes what killed programs have left."""
         root, _, ledger = self._known()
-        if not isinstance(self.remover, Remover):
+        if not isinstance(self.remover, removal.Remover):
             self._show_newest()
             return
         # Without locks, a manager that is not known to have ended may still be writing.
         before = self._before
         alone = before is not None and (self._lock.is_proof or before.is_dead)
-        found = find_leftovers(root, ledger)
+        found = removal.find_leftovers(root, ledger)
         temporary = [n for n in found.temporary if alone and final_name(n) != own]
-        clear(self.remover, found, temporary)
+        removal.clear(self.remover, found, temporary)
 
     def _show_newest(self) -> None:
         """Does what `show` does for the newest steps, if that failed when they were committed."""
@@ -371,15 +360,15 @@ class RootWriter:
             return
         root, item, ledger = self._known()
         entries = [ledger.movable(directory) for directory in plan.abandoned]
-        aside = Aside(
+        moving = Aside(
             uuid=plan.uuid,
             directory=plan.directory,
             item=item,
-            moved=names_aside(root, entries, plan.earlier),
+            moved=aside.names_aside(root, entries, plan.earlier),
         )
         # Noted first, so that the next manager knows after a kill what to bring back.
-        self._claim.note_aside(aside)
-        move_aside(root, aside, plan.earlier)
+        self._claim.note_aside(moving)
+        aside.move_aside(root, moving, plan.earlier)
 
     def check_claim(self) -> None:
         """Checks, right before a commit or a removal, that the claim is this manager's.
@@ -401,7 +390,7 @@ class RootWriter:
         """
         self.check_claim()
         if self.writes:
-            keep_away(self._known()[0], directory, self._claim)
+            aside.keep_away(self._known()[0], directory, self._claim)
             self._end_catalogue(directory)
 
     def _end_catalogue(self, *directories: str) -> None:
@@ -493,9 +482,9 @@ class RootWriter:
         """Brings back what was moved aside for an uncommitted save; returns whether it did."""
         if self._claim.aside is None or not self._is_own():
             return False
-        aside = self._claim.aside  # as `_is_own` has found it
-        if aside is not None:
-            bring_back(self._known()[0], aside)
+        moved = self._claim.aside  # as `_is_own` has found it
+        if moved is not None:
+            aside.bring_back(self._known()[0], moved)
         self._doubtful = True
         self._claim.note_aside(None)
         return self._refresh()
@@ -509,7 +498,7 @@ class RootWriter:
         if not self.writes:
             return
         self._unfinished.add(folder)
-        if not isinstance(self.remover, Remover):
+        if not isinstance(self.remover, removal.Remover):
             return  # each look is a request, for which the report of the failure would wait
         held = self._lock.is_held
         try:
@@ -557,6 +546,18 @@ class RootWriter:
             if self.writes and not self._writing:
                 self._lock.release()
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[Ledger]:
+        """Keeps other managers from writing, if there are locks; yields the ledger, read again."""
+        with self._holding:
+            self._writing.add(_PLANNED)
+        try:
+            self._lock.wait(self._before)
+            self.check_claim()
+            yield self.refreshed()
+        finally:
+            self.end_writing()
+
     def take_over(self) -> None:
         """Lets the next save claim the root, even if another manager has claimed it since."""
         if self.writes:
@@ -571,7 +572,7 @@ class RootWriter:
         Raises:
             WriterError: if another manager has taken over the root.
         """
-        try:
+        with contextlib.closing(self):
             try:
                 yield
             except BaseException:
@@ -579,8 +580,6 @@ class RootWriter:
                     self.withdraw()
                 raise
             self.withdraw()
-        finally:
-            self.close()
 
     def withdraw(self) -> None:
         """Leaves the root to the manager that this one stood in for, or to nobody.
