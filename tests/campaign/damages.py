@@ -301,7 +301,8 @@ def _directories(files: Sequence[StoredFile], root: Path, _: Path) -> Iterator[C
         yield item, step, f"item of step {step} missing", partial(damage.remove, item)
         other = root / str((step + 1) % STEPS)
         at = f"steps {here.name} and {other.name} exchanged"
-        yield here, step, at, partial(damage.exchange, here, other)
+        # What rests on either finds the other one in its place, and the later comes first.
+        yield other, step, at, partial(damage.exchange, here, other)
 
 
 OPERATIONS: dict[str, Callable[..., Iterator[Case]]] = {
