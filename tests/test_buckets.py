@@ -42,7 +42,7 @@ from cnr_jax.repository.store import (
     s3_clients,
     store_of,
 )
-from cnr_jax.repository.upkeep import writer as writer_module
+from cnr_jax.repository.upkeep import removal
 from cnr_jax.repository.upkeep.removal import go_on
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.testing import inprocess
@@ -956,7 +956,7 @@ def test_who_claims_and_sleeps_stops_no_save_of_who_came_after(
     tiny_run: Any, root: epath.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, slow, last = tiny_run(), tiny_run(salt=1), tiny_run(salt=2)
-    asleep, gate, end = Gate(), Gate(), writer_module.end_attempts
+    asleep, gate, end = Gate(), Gate(), removal.end_attempts
     gated_commit(monkeypatch, gate, "2")
     with run.open(str(root)) as manager:
         run.run(manager, range(2))
@@ -969,11 +969,11 @@ def test_who_claims_and_sleeps_stops_no_save_of_who_came_after(
         last.restore(third, None)
 
         def sleeps(*told: Any) -> None:
-            monkeypatch.setattr(writer_module, "end_attempts", end)
+            monkeypatch.setattr(removal, "end_attempts", end)
             asleep.passes()
             end(*told)
 
-        monkeypatch.setattr(writer_module, "end_attempts", sleeps)
+        monkeypatch.setattr(removal, "end_attempts", sleeps)
         asleep.shut()
         gate.shut()
         late = pool.submit(slow.run, second, [3])

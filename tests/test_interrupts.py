@@ -257,7 +257,7 @@ def test_an_interrupt_while_a_failure_is_noted_does_not_hide_it(
                     manager.wait_until_finished()
             assert len(told) == fails or raised, f"{nth}: {interrupt.where}"
             assert manager.should_save(step) == fails, f"{nth}: {interrupt.where}"
-        nth += 7
+        nth += 23  # a wait has some 15 moments more each time, as there are more steps
     manager.close()
     assert nth > 100
 

@@ -69,7 +69,7 @@ class Steps:
     Attributes:
         root: as given.
         options: as given.
-        is_stale: whether the steps must be read again, as reading them failed.
+        is_stale: whether the steps must be read again: that failed, or some may have come back.
     """
 
     def __init__(

@@ -219,13 +219,12 @@ class Lifecycle:
             flight.stop()
             self._writer.end_writing(flight.attempt.nonce)
 
-    def withdraw(self, *flights: SaveInFlight) -> None:
-        """Undoes what was prepared for saves that then did not begin."""
+    def withdraw(self, *flights: SaveInFlight) -> bool:
+        """Undoes what was prepared for saves that did not begin; returns if steps came back."""
         self.end_writing(*flights)
         self._forget_planned()
         self._writer.end_writing()
-        if not self.open:
-            self._writer.undo()
+        return not self.open and self._writer.undo()
 
     def _forget_planned(self) -> None:
         """Forgets saves that were decided but did not begin."""

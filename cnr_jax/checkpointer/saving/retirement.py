@@ -18,7 +18,7 @@ from cnr_jax.repository.index.entries import order
 from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.retention import Preserving, blockers, children_first
-from cnr_jax.repository.store import is_named
+from cnr_jax.repository.store import can, is_named
 from cnr_jax.repository.upkeep.aside import clear_aside
 from cnr_jax.repository.upkeep.removal import Remover
 from cnr_jax.repository.upkeep.writer import RootWriter
@@ -177,10 +177,10 @@ class Retirement:
         directory, place = self._steps.existing_directory(step), self._writer.place
         meant = self._ledger.entries.get(directory)
         with self._writer.alone() as ledger:
-            if meant is not None and place is not None:
-                ledger.read(
-                    place.root, directory, place.item
-                )  # the name alone does not tell
+            # Where folders are renamed, the name may be that of another step by now.
+            if meant is not None and place is not None and can(place.root).renames:
+                with self._writer.looking:
+                    ledger.read(place.root, directory, place.item)
             found = ledger.entries.get(directory)
             if meant is not None and found is not None and found.uuid != meant.uuid:
                 self._writer.changed = True

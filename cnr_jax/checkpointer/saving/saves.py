@@ -349,8 +349,7 @@ class Saves:
         if self.pipeline.is_busy:
             return
         if not self._lifecycle.open and self._writer.is_prepared:
-            self._lifecycle.withdraw()
-            self.steps.is_stale = True  # steps that were moved aside may be back
+            self.steps.is_stale |= self._lifecycle.withdraw()
         if self.steps.is_stale:
             self.reread()
 

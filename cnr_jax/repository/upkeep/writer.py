@@ -458,8 +458,8 @@ class RootWriter:
                 # `bring_back` sees that the save is committed, as long as its step is there.
                 _log.warning("cannot note that a rollback is committed: %s", error)
 
-    def undo(self) -> None:
-        """Leaves the root as it was before a save that failed.
+    def undo(self) -> bool:
+        """Leaves the root as it was before a save that failed; returns whether steps came back.
 
         The save may be committed after all, if storage just fails to show its manifest. So the next
         save looks at the root first, whatever that costs.
@@ -467,16 +467,18 @@ class RootWriter:
         if self.ledger is not None:
             self.ledger.part()  # the steps that the save was to leave behind count again
         if not self.writes:
-            return
+            return False
         self._doubtful = True
         try:
-            self.changed |= self._bring_back()
+            self.changed |= (came := self._bring_back())
+            return came
         except OSError as error:
             _log.error(
                 "steps that were moved aside for a failed save cannot be brought back; the"
                 " next save tries again: %s",
                 error,
             )
+            return False
 
     def _bring_back(self) -> bool:
         """Brings back what was moved aside for an uncommitted save; returns whether it did."""
@@ -554,7 +556,9 @@ class RootWriter:
         try:
             self._lock.wait(self._before)
             self.check_claim()
-            yield self.refreshed()
+            root, _, ledger = self._known()
+            is_alone = self._claim.is_taken and not can(root).cheap_looks
+            yield ledger if is_alone else self.refreshed()
         finally:
             self.end_writing()
 
@@ -565,9 +569,7 @@ class RootWriter:
 
     @contextlib.contextmanager
     def for_a_while(self) -> Iterator[None]:
-        """Withdraws when the block ends, whatever happens; see `withdraw`.
-
-        Otherwise the next manager would take this one for a manager that may still be saving.
+        """Withdraws when the block ends, so that the next manager knows that this one has ended.
 
         Raises:
             WriterError: if another manager has taken over the root.
