@@ -524,7 +524,7 @@ class CheckpointManager(ocp.CheckpointManager):
             NoStepError: if there is no such step.
             DependentsExistError: if steps depend on it, or may, being unreadable. It names them.
             OptionError: if `step` is no step.
-            WriterError: if another manager saves here, or has saved this step anew. It is there.
+            WriterError: if another manager saves here, or has saved this step anew. It stays.
             CallError: as `save`.
             OSError: if the step cannot be removed; it is there as before. In a bucket its removal
                 may have begun: it counts no more until `reload` finds it whole.
