@@ -141,8 +141,12 @@ def test_every_dtype_is_gathered_as_bits(where: Where, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("where", WAYS)
-def test_all_rows_of_a_tile_within_a_shard_are_gathered(where: Where) -> None:
-    run = run_of(values_of(100, 6), None, Raw(), first=20, rows=70)
+@each_of("rows", [70, 80])
+def test_all_rows_of_a_tile_within_a_shard_are_gathered(
+    where: Where, rows: int
+) -> None:
+    """Up to the end of the shard too, after which chunks have padding."""
+    run = run_of(values_of(100, 6), None, Raw(), first=20, rows=rows)
     parts, _ = encoded([run], where)
     assert np.array_equal(parts["rows"], expected_rows(run))
 
@@ -313,6 +317,10 @@ def test_device_chunks_are_of_three_sizes_and_little_is_padded() -> None:
     assert [chunk.count for chunk in chunks] == [64, 11]
     sizes = [len(chunk.encoded.escaped) for chunk in chunks if chunk.encoded]
     assert sizes == [64, 32]
+    # One chunk with some padding rather than several small ones.
+    more = run_of(values_of(200, 6), np.arange(10, 114), Asymmetric(bits=4))
+    chunks = list(gather_chunks([more], "device"))
+    assert [chunk.count for chunk in chunks] == [64, 40]
     few = run_of(values_of(200, 6), np.arange(5), Asymmetric(bits=4))
     (chunk,) = gather_chunks([few], "device")
     assert chunk.encoded is not None and len(chunk.encoded.escaped) == SMALL

@@ -21,10 +21,12 @@ from cnr_jax.rows.codecs import Codec, Encoded, Raw
 from cnr_jax.rows.gather.chunk import Chunk, Run
 from cnr_jax.rows.tiling import Program, chunk_rows, compiled, padded
 
-# Bytes of decoded rows in the largest chunk. Each chunk costs a few launches and a wait, which add
-# up to seconds for ten thousand chunks of 2 MiB. Smaller chunks hold the rest of a run, so that no
-# more than twice what is needed is encoded and sent.
+# Bytes of decoded rows in the largest chunk. Each chunk costs a dozen launches and copies, and a
+# wait: on a GPU milliseconds, which add up to seconds for ten thousand chunks of 2 MiB.
 LARGE_BYTES = 64 << 20
+# A chunk of rest may be this many times as large as its rows. To encode and send padding takes less
+# time than many small chunks do.
+_MOST_PADDED = 4
 # Encoded bytes of a save that may wait on devices, which a train step may need as a whole.
 DEVICE_BYTES = 256 << 20
 
@@ -53,16 +55,19 @@ def _sizes(width: int, itemsize: int) -> tuple[int, ...]:
 
 
 def _size(left: int, sizes: tuple[int, ...]) -> int:
-    """Chooses the largest chunk that the remaining rows fill, or the smallest that holds them.
+    """Chooses the smallest chunk that holds the remaining rows, if enough of it is filled by them.
+
+    Otherwise, it is the largest that they fill.
 
     Example:
-        >>> [_size(left, (512, 8192, 262144)) for left in (300_000, 9_000, 600, 3)]
-        [262144, 8192, 8192, 512]
+        >>> [_size(left, (512, 8192, 262144)) for left in (300_000, 70_000, 9_000, 600, 3)]
+        [262144, 262144, 8192, 8192, 512]
     """
-    full = [size for size in sizes if size <= left]
-    if full and full[-1] > sizes[0]:
-        return full[-1]
-    return next(size for size in sizes if size >= left or size == sizes[-1])
+    holds = next((size for size in sizes if size >= left), sizes[-1])
+    filled = max((size for size in sizes if sizes[0] < size <= left), default=None)
+    if filled is None or holds <= _MOST_PADDED * left:
+        return holds
+    return filled
 
 
 def _encode(run: Run, start: int, count: int, size: int) -> tuple[Chunk, jax.Array]:
@@ -89,14 +94,26 @@ def _gather(run: Run, which: slice | np.ndarray, size: int) -> jax.Array:
     data = run.data
     dtype, device = np.dtype(data.dtype), data.device
     assert isinstance(device, jax.Device)
+    index = _index(run, which, size, device)
+    return gather_program(data.shape, dtype, device, size)(data, index)
+
+
+def _index(
+    run: Run, which: slice | np.ndarray, size: int, device: jax.Device
+) -> jax.Array:
+    """Indices int32[size] of some of the saved rows in the shard of a run, on its device."""
     if run.positions is not None:
         rows = run.positions[which]
+    elif isinstance(which, slice):
+        start = jax.device_put(np.int32(run.first + which.start), device)
+        return _counting_program(device, size)(start)
     else:
-        rows = np.arange(which.start, which.stop) if isinstance(which, slice) else which
-    index = np.full(size, run.first, np.int32)
-    index[: len(rows)] += rows.astype(np.int32)
-    at = jax.device_put(index, device)
-    return gather_program(data.shape, dtype, device, size)(data, at)
+        rows = which
+    # One array and no more: fresh memory is slow on the host.
+    index = np.empty(size, np.int32)
+    np.add(rows, run.first, out=index[: len(rows)], casting="unsafe")
+    index[len(rows) :] = run.first
+    return jax.device_put(index, device)
 
 
 def rows_of(run: Run) -> np.ndarray:
@@ -153,6 +170,18 @@ def gather_program(
 
 
 @functools.cache
+def _counting_program(
+    device: jax.Device, rows: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Compiled function that returns the indices of `rows` rows from the given one on."""
+
+    def count(start: jax.Array) -> jax.Array:
+        return start + jnp.arange(rows, dtype=jnp.int32)
+
+    return compiled(count, device, ((), np.int32))
+
+
+@functools.cache
 def _encode_program(
     codec: Codec,
     width: int,
@@ -178,5 +207,6 @@ def device_programs(
     """Yields the programs that gather and encode rows of a shard of this shape on a device."""
     width = math.prod(shape[1:])
     for rows in _sizes(width, dtype.itemsize):
+        yield _counting_program, (device, rows)
         yield gather_program, (shape, dtype, device, rows)
         yield _encode_program, (codec, width, dtype, device, rows, dithers)

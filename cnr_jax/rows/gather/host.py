@@ -104,7 +104,9 @@ def touched_positions(shards: Shards, clock: int) -> list[np.ndarray]:
     for number, touched in bits.items():
         first, size = tiling.stamps[number][1], shards.stamps[number].shape[0]
         whole = np.unpackbits(np.asarray(touched), count=size, bitorder="little")
-        found[number] = np.flatnonzero(whole[first : first + rows[number]])
+        # numpy finds what is true among bools several times as fast as among integers.
+        mine = whole[first : first + rows[number]].view(np.bool_)
+        found[number] = np.flatnonzero(mine)
     return found
 
 
