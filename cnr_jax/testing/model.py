@@ -20,7 +20,7 @@ Example:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,13 @@ class Saved:
         """Itself and all it rests on."""
         return [self, *(self.parent.chain() if self.parent else [])]
 
+    def line(self) -> Iterator[Saved]:
+        """Itself and all that it came after, newest first, whether they are still there or not."""
+        at: Saved | None = self
+        while at is not None:
+            yield at
+            at = at.before
+
 
 class PreservationPolicy:
     """Preservation policy for Orbax, made of a plain function.
@@ -135,6 +142,8 @@ class Model:
         self.owner: int | None = None
         self.earlier: list[dict[int, Saved]] = []
         self._runs = 0
+        # What retention has dropped while saves were in flight, which had counted on it.
+        self._dropped: set[Saved] = set()
         # Whether the state has fresh touched rows, which show that it is of no run here.
         self._fresh = False
 
@@ -153,13 +162,7 @@ class Model:
         return set() if step is None else self._leading_to(self.steps[step])
 
     def _leading_to(self, saved: Saved) -> set[int]:
-        found: set[int] = set()
-        at: Saved | None = saved
-        while at is not None:
-            if self._is_there(at):
-                found.add(at.step)
-            at = at.before
-        return found
+        return {at.step for at in saved.line() if self._is_there(at)}
 
     def dependents(self, step: int) -> list[int]:
         """The steps that rest on this one."""
@@ -211,8 +214,9 @@ class Model:
         legal = {saved.step for saved in self.legal if self._is_there(saved)}
         if self.min_fulls > 1 and self.tip is not None:
             # The branch of the newest save has to have so many full checkpoints first.
-            there = self._leading_to(self.tip)
-            if sum(self.steps[step].parent is None for step in there) < self.min_fulls:
+            fulls = [saved for saved in self.tip.line() if saved.parent is None]
+            there = [s for s in fulls if self._is_there(s) or s in self._dropped]
+            if len(there) < self.min_fulls:
                 return set()
         return legal
 
@@ -236,8 +240,10 @@ class Model:
         """
         tip = self.tip
         self._add(step, values, parent)
-        new = self.steps[step]
+        new, before = self.steps[step], set(self.steps.values())
         self._prune(needed)
+        dropped = {saved for saved in before if not self._is_there(saved)}
+        self._dropped = self._dropped | dropped if needed else set()
         if not self._is_there(new):
             self.legal.discard(new)
             self.tip = tip

@@ -17,7 +17,7 @@ from cnr_jax import errors
 from cnr_jax.testing import damage, model, playing
 from cnr_jax.testing.comparing import WrongError
 from cnr_jax.testing.faults import Fault
-from cnr_jax.testing.model import Model, differences
+from cnr_jax.testing.model import Model, Saved, differences
 from cnr_jax.testing.setup import Setup
 
 pytestmark = pytest.mark.tools
@@ -53,6 +53,21 @@ def test_a_rollback_makes_a_later_branch_that_puts_steps_aside() -> None:
     made.restored(0)
     made.saved(1, NOTHING, 0)
     assert set(made.steps) == {0, 1, 5} and made.latest() == {1}
+
+
+def test_saves_in_flight_count_full_steps_that_retention_drops_meanwhile() -> None:
+    def two(needed: tuple[int, ...]) -> Model:
+        made = Model(model.chosen({2}), min_fulls=2)
+        made.steps[8] = made.tip = Saved(8, NOTHING, None, 1)  # as a crash has left it
+        made.run = made.owner = made.steps[8].run
+        made.saved(9, NOTHING, None, needed=needed)
+        return made
+
+    made = two((9,))
+    assert set(made.steps) == {9} and made.legal_parents() == {9}
+    made.saved(10, NOTHING, 9)
+    assert made.steps == {} and made.legal_parents() == set()
+    assert two(()).legal_parents() == set()
 
 
 def test_no_delta_may_rest_on_what_the_state_was_not_counted_from() -> None:
