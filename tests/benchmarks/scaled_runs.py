@@ -16,9 +16,9 @@ step, over the time of the run.
 
 What does not scale is a restart: a program takes as long to start as ever, while what it trains in
 between is scaled. Here it is forked from a server that has imported all, and finds its programs
-compiled: what that takes, and what a restore does, is measured and part of the profile. With other
-work on the machine it takes longer: the simulator is given what it took in the runs it is held
-against.
+compiled. What that takes, the call of the first save included, and what a restore takes is measured
+and part of the profile. With other work on the machine it takes longer: the simulator is given what
+it took in the runs it is held against.
 
 `--json` keeps each run as it ends, and goes on from the runs that it finds. A run takes 30 s; one
 repeat of all takes 17 minutes, five take 85. `--traces` plays real traces too, scaled to the
@@ -39,7 +39,7 @@ from typing import Any
 
 import scaled_program
 from commandline import make_parser, write_figures
-from scaled_program import STEP, TRAINING_AT, Programs
+from scaled_program import FIRST_SAVE_SECS, STEP, Programs
 
 import cnr_jax as cnr
 from cnr_jax.goodput import (
@@ -155,7 +155,7 @@ class Runs:
                 program.kill()
                 if over:
                     raise RuntimeError(f"{name}: a program ended by itself")
-                if shared[TRAINING_AT]:
+                if shared[FIRST_SAVE_SECS]:
                     restarts.append(program.restart_secs)
                 kept = float(_newest(root))
                 if end == trace.secs:  # it is not killed, but at its end
