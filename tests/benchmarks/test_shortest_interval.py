@@ -29,7 +29,7 @@ def test_a_save_takes_what_its_window_takes_longer(benchmarks: Any) -> None:
     assert noise["cost_secs"] < 0 and script.interval_of(noise, 0.011) == 91
 
 
-@pytest.mark.parametrize("system", ["cnr", "orbax-uncompressed"])
+@pytest.mark.parametrize("system", ["cnr", "cnr-consecutive", "orbax-uncompressed"])
 def test_windows_hold_as_many_saves_and_steps_as_they_say(
     benchmarks: Any, system: str, tmp_path: Path
 ) -> None:
@@ -55,15 +55,24 @@ def test_a_table_says_how_many_times_shorter_ours_is(
 ) -> None:
     script, results = benchmarks("shortest_interval"), benchmarks("results")
     found = []
-    for system, every in zip(script.SYSTEMS, (20, 400, 110), strict=True):
+    for system, every in zip(script.SYSTEMS, (20, 10, 400, 110), strict=True):
         label = f"{system}, {script.CORES[0]}"
         case = results.Measured(label=label, group=script.CORES[0], params={})
-        seconds = {"cost_secs": 0.05, "noise_secs": noise, "auto_every": 30}
+        seconds = {"cost_secs": 0.05, "noise_secs": noise}
+        if system == "cnr":
+            seconds |= {"auto_every": 30, "idle_call_secs": 1e-5}
+            seconds |= {"second_call_secs": 5e-6, "empty_call_secs": 1e-6}
         case.runs.update({n: {"every": every + n, **seconds} for n in range(3)})
         found.append(case)
     script.present(results.Results(found))
     said = capsys.readouterr().out
-    assert "shorter than that of orbax-uncompressed, a core free, 5.3 (5.1-5.5)" in said
+    for ours, times in (
+        ("cnr", "5.3 (5.1-5.5)"),
+        ("cnr-consecutive", "10.1 (9.3-11.0)"),
+    ):
+        text = f"{ours}, a core free: times shorter than orbax-uncompressed, a core free, {times}"
+        assert text in said
     assert ("not measured" if noise > 0.025 else "kept") in said
     assert "MISSED" not in said
     assert "came to every 30 (30-30) steps" in said
+    assert "takes 10.0 (10.0-10.0) us" in said
