@@ -564,6 +564,22 @@ def test_training_saves_full_once_rows_have_grown_out_of_their_step(
     assert any(r.kind == "full" and r.rows < 512 for r in reports), "merges go on"
 
 
+def test_no_chain_is_merged_whose_rows_have_grown_out_of_their_step(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, merge = list[str](), Merging.merge
+
+    def noted(self: Merging, root: Any, plan: Any, *told: Any) -> None:
+        begun.append(plan.directory)
+        merge(self, root, plan, *told)
+
+    monkeypatch.setattr(Merging, "merge", noted)
+    reports = on_a_lattice(tmp_path, 1.5, 14)
+    full = [r.step for r in reports if "grown out of the steps of user" in r.reason]
+    assert begun and full
+    assert not {str(step - 1) for step in full} & set(begun)
+
+
 @pytest.mark.parametrize(("grows", "held"), [("user", 100), ("other", 4000)])
 def test_few_rows_do_not_make_a_save_full(
     tmp_path: Path, quick: None, grows: str, held: int

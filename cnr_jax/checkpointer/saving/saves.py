@@ -481,7 +481,10 @@ class Saves:
         if save.step not in gone:
             self._note_own(save)
         self.put_catalogue()
-        if save.decided is not None and save.decided.merges and save.step not in gone:
+        # Rows that have grown out of their step make the next save full: no baseline would be used.
+        has_grown = save.manifest is not None and bool(save.manifest.outgrown)
+        merges = save.decided is not None and save.decided.merges and not has_grown
+        if save.decided is not None and merges and save.step not in gone:
             root, count = self.steps.root, jax.process_count()
             self._lifecycle.merging.merge(root, save.decided, save.item, count)
         return {"gone": gone, "stay": stay}
