@@ -145,6 +145,10 @@ class NoStepError(CnrError, FileNotFoundError):
         lines += [f"  {name}: {why}" for name, why in obstacles[:_MOST_OBSTACLES]]
         if (left := len(obstacles) - _MOST_OBSTACLES) > 0:
             lines.append(f"  and {left} more")
+        if not obstacles:
+            hint = (
+                hint or "  hint: it holds no steps: is it the root that was saved to?"
+            )
         return cls("\n".join([*lines, *([hint] if hint else [])]), path=root)
 
 

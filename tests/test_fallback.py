@@ -285,6 +285,15 @@ def test_all_that_look_for_a_step_say_the_same_where_none_restores(saved: Any) -
         assert lines[2] == "  1: its parent 0 cannot be read"
 
 
+def test_a_root_that_holds_no_step_says_so(tiny_run: Any, tmp_path: Path) -> None:
+    run = tiny_run()
+    with run.open(tmp_path) as manager, pytest.raises(errors.NoStepError) as caught:
+        run.restore(manager, None)
+    first, hint = str(caught.value).splitlines()
+    assert first == f"no step in {tmp_path} can be restored"
+    assert hint == "  hint: it holds no steps: is it the root that was saved to?"
+
+
 @pytest.mark.parametrize("name", ["chunk flipped", "manifest flipped"])
 @pytest.mark.parametrize("steps", [[3, 4], [4, 5]], ids=["colliding", "after"])
 def test_saving_goes_on_from_the_step_that_was_taken(

@@ -112,6 +112,41 @@ def test_leaves_of_another_kind_do_not_match(
             manager.restore(0, args=cnr.args.Restore({**state, "x": wanted}))
 
 
+def test_leaves_that_their_shardings_cannot_cut_are_all_named(tmp_path: Path) -> None:
+    """Jax would name no leaf, after the rows of the others were read."""
+    devices = np.array(jax.devices()[:4])
+    mesh = Mesh(devices.reshape(2, 2), ("a", "b"))
+    state = {"user": jnp.ones((6, 3)), "w": jnp.ones(5), "head": jnp.ones(4)}
+    specs = {"user": P(("a", "b")), "w": P("b"), "head": P("a")}
+    save(tmp_path, state)
+    tables = cnr.find_tables(state, ["user"])
+
+    def shaped(specs: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, specs[name])
+            )
+            for name, leaf in state.items()
+        }
+
+    with cnr.CheckpointManager(tmp_path, tables=tables) as manager:
+        with pytest.raises(errors.StateMismatchError) as caught:
+            manager.restore(0, args=cnr.args.Restore(shaped(specs)))
+        even = shaped({"user": P("a"), "w": P(), "head": P("a")})
+        got = manager.restore(0, args=cnr.args.Restore(even)).state
+    lines = str(caught.value).splitlines()
+    assert "(2 differences)" in lines[0]
+    over = "over {'a': 2, 'b': 2}"
+    for line, told in zip(
+        lines[1:3], ("user: shape [6, 3]", "w: shape [5]"), strict=True
+    ):
+        assert line.strip().startswith(f"{told} cannot be cut evenly by its sharding,")
+        assert line.endswith(over)
+    assert "hint: pass a sharding whose axes divide the shape" in lines[3]
+    assert len(lines) == 4
+    assert got["user"].sharding == even["user"].sharding
+
+
 @pytest.mark.parametrize("step", [0, None])
 @pytest.mark.parametrize("own", [None, "state"])
 def test_another_root_calls_its_state_otherwise(

@@ -68,6 +68,22 @@ def unknown_to_jax(value: Any, *, on_device: bool = False) -> str:
     return f"{dtype} ({dtype.str}) in the state, and jax has no arrays of that dtype"
 
 
+def uneven(value: Any) -> str:
+    """Explains why the sharding of an abstract leaf cannot cut it; empty if it can."""
+    sharding = getattr(value, "sharding", None)
+    # An array that is there has been cut.
+    if isinstance(value, jax.Array) or not isinstance(sharding, jax.sharding.Sharding):
+        return ""
+    try:
+        sharding.shard_shape(tuple(value.shape))
+    except ValueError:
+        told = str(sharding)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            told = f"{sharding.spec} over {dict(sharding.mesh.shape)}"
+        return f"shape {list(value.shape)} cannot be cut evenly by its sharding, {told}"
+    return ""
+
+
 def misfit(stored: np.dtype, value: Any, *, on_device: bool = False) -> str:
     """Explains how a leaf of a state would change stored numbers; empty if it would not."""
     wanted = dtype_in(value, on_device=on_device)

@@ -22,6 +22,7 @@ from cnr_jax.checkpointer.restoring.fitting import (
     dtype_in,
     misfit,
     mismatch,
+    uneven,
     unknown_to_jax,
 )
 from cnr_jax.checkpointer.restoring.moved import (
@@ -44,6 +45,10 @@ _WAY_OUT = {
     True: "partial=True leaves alone what only one of both has. What both have must match: leave"
     " such a leaf out of the state, or pass it as it was saved",
 }
+_EVEN_HINT = (
+    "pass a sharding whose axes divide the shape; a table is padded to a multiple of its shards"
+    " before the first save, and TableSpec(rows=...) says how many of its rows are real"
+)
 _MOST_HINTS = 4  # if many tables differ alike, hints about the first ones suffice
 Path = tuple[str, ...]
 
@@ -91,7 +96,7 @@ def match(
     saved = manifest.dense_leaves
     found = _match_tables(manifest.tables, saved, tables, leaves, args)
     problems, casts = found.problems, found.casts
-    dense, texts = _match_dense(saved, leaves, problems, args.partial)
+    dense, texts = _match_dense(saved, leaves, found, args.partial)
     kept = kept_leaves(leaves, problems, args.partial)
     arrays, numbers = _fit_dense(saved, {} if args.state is None else dense, casts)
     # The numbers that are yet to be read may add to the casts.
@@ -135,10 +140,11 @@ def _fit_dense(
 def _match_dense(
     saved: Sequence[DenseLeaf],
     leaves: dict[Path, Any],
-    problems: list[str],
+    found: MatchedTables,
     partial: bool,
 ) -> tuple[dict[Path, Any], dict[Path, str]]:
     """Takes the dense leaves that the checkpoint holds out of `leaves`."""
+    problems = found.problems
     dense: dict[Path, Any] = {}
     texts: dict[Path, str] = {}
     for leaf in saved:
@@ -162,6 +168,9 @@ def _match_dense(
             )
         elif told := unknown_to_jax(value):
             problems.append(f"{'/'.join(leaf.path)}: {told}")
+        elif told := uneven(value):
+            problems.append(f"{'/'.join(leaf.path)}: {told}")
+            found.hints.append(_EVEN_HINT)
         else:
             dense[leaf.path] = value
     return dense, texts
@@ -360,6 +369,10 @@ def _match_leaves(
             )
         if told := unknown_to_jax(value, on_device=True):
             found.problems.append(f"{where}: {told}")
+            continue
+        if told := uneven(value):
+            found.problems.append(f"{where}: {told}")
+            found.hints.append(_EVEN_HINT)
             continue
         if told := misfit(numpy_dtype(stored.dtype), value, on_device=True):
             found.casts.append(f"{where}: {told}")
