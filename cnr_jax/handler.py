@@ -233,15 +233,26 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
         )
         return flight, changed
 
-    def check_origin(self, root: Any, item: str, args: Save) -> None:
-        """Checks, once, that a state may begin a run or go on with it; see `Runs.check_origin`.
+    def check_given(self, root: Any, item: str, step: int, state: Save | None) -> None:
+        """Checks that a state can be saved, or that a step may be saved without one.
+
+        Once, it also checks that the state may begin a run or go on with it; see
+        `Runs.check_origin`.
 
         Raises:
+            StateMismatchError, TouchedError: if the state is traced, as inside `jax.jit`.
             UsedRootError: on all processes, if the root holds checkpoints of another run.
+            OptionError: with `Options.near`, if there is no state.
         """
-        if self._is_of_run:
+        if state is None:
+            self._check_stateless(step)
             return
+        check_concrete(state.state, state.touched)
+        if not self._is_of_run:
+            self._check_origin(root, item, state)
+            self._is_of_run = True
 
+    def _check_origin(self, root: Any, item: str, args: Save) -> None:
         def check() -> None:
             ledger = self.open(root, item)
             runs = self._planner.runs
@@ -251,7 +262,15 @@ class CnrHandler(ocp.AsyncCheckpointHandler):
 
         with as_save_errors(None, str(root)):
             on_primary(self.channel, check)
-        self._is_of_run = True
+
+    def _check_stateless(self, step: int) -> None:
+        if self.may_save and self.options.near is not None:
+            raise errors.OptionError(
+                f"step {step} is not saved: it holds no train state, and with near such a step"
+                " would never reach the root\n"
+                "  hint: save the other items beside a state, as by ocp.args.Composite, or by a"
+                " manager without near"
+            )
 
     def go_on_with_run(self) -> None:
         """Notes that saves are of the run in the root: a step of it was restored."""

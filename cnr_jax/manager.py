@@ -34,7 +34,6 @@ from cnr_jax.checkpointer.restoring.attempts import restore
 from cnr_jax.checkpointer.restoring.restore import Restored
 from cnr_jax.checkpointer.saving.calls import Calls, alone
 from cnr_jax.checkpointer.saving.chain_look import is_dropped
-from cnr_jax.checkpointer.saving.check import check_concrete
 from cnr_jax.checkpointer.saving.due import Progress
 from cnr_jax.checkpointer.saving.retirement import Retirement
 from cnr_jax.checkpointer.saving.saves import Saves, as_json
@@ -316,7 +315,6 @@ class CheckpointManager(ocp.CheckpointManager):
         """
         return self._progress.reached_preemption(checked_step(step))
 
-    @alone
     def save(
         self,
         step: int,
@@ -347,24 +345,24 @@ class CheckpointManager(ocp.CheckpointManager):
                 signal handler in the middle of a call; or after `close`.
         """
         step = checked_step(step)
+        # Most steps save nothing: they need no lock, and no look at the state.
+        passes = not (force or self._calls.is_closed)
+        if passes and self._progress.is_passed(step, self.should_save):
+            return False
+        return self._save(
+            step, items, save_kwargs, metrics, force, args, custom_metadata
+        )
+
+    @alone
+    def _save(self, step: int, *given: Any) -> bool:
+        items, save_kwargs, metrics, force, args, custom_metadata = given
         if self._steps.options.read_only:
             _log.warning("step %d is not saved: this manager is read-only", step)
-            return False
-        if not force and self._progress.is_passed(step, self.should_save):
             return False
         check_arguments(args, items, save_kwargs, Save)
         state, self._listing.item = state_to_save(args, self._listing.item)
         item = str(self._listing.item)
-        if state is not None:
-            check_concrete(state.state, state.touched)
-            self._handler.check_origin(self._root, item, state)
-        elif self._handler.may_save and self._handler.options.near is not None:
-            raise errors.OptionError(
-                f"step {step} is not saved: it holds no train state, and with near such a step"
-                " would never reach the root\n"
-                "  hint: save the other items beside a state, as by ocp.args.Composite, or by a"
-                " manager without near"
-            )
+        self._handler.check_given(self._root, item, step, state)
         if not (force or self._progress.is_due(step, state, self.should_save)):
             return False
         last = self.reached_preemption(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,20 @@ def test_a_step_between_saves_looks_at_nothing(tiny_run: Any, opened: Any) -> No
         if isinstance(leaf, jax.Array):
             leaf.delete()
     args = cnr.args.Save(*gone)
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with manager._calls.lock:
+            held.set()
+            over.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
     for step in range(1, 10):
         assert not manager.save(step, args=args)
+    over.set()
+    holder.join()
     with pytest.raises(cnr.errors.CnrError):
         manager.save(10, args=args)
     # Nothing was saved: the next step is due.
@@ -206,6 +219,10 @@ def test_a_step_between_saves_looks_at_nothing(tiny_run: Any, opened: Any) -> No
     due = 13 + manager.last_report.interval_steps
     assert manager.should_save(due)
     assert due == 14 or not manager.should_save(due - 1)
+    manager.close()
+    for step in (due - 1, due):
+        with pytest.raises(cnr.errors.CallError, match="this manager is closed"):
+            manager.save(step, args=args)
 
 
 def test_a_save_that_failed_is_made_again_at_the_next_step(
