@@ -20,6 +20,8 @@ MOST = 1e18
 _TELLING = 0.1
 # Least difference that tells it between the parts of times that lie beside saves.
 _CONTRAST = 0.25
+# A save that held training up for so many times as long as others did counts as if for that long.
+_RARE = 10.0
 # Largest share of its time that a train step is believed to lose beside a save.
 _MOST_LOST = 0.9
 
@@ -101,7 +103,9 @@ def measured_profile(
 ) -> Profile | None:
     """Profile of a run from saves that were measured.
 
-    Typical figures are medians, so that what is compiled in first saves does not count.
+    Typical figures are medians, so that what is compiled in first saves does not count. What
+    training waits for is a mean, as it adds up: a few slow saves cost as much as many quick ones.
+    The first save of a program is left out of it, which also claims the root and clears it up.
 
     Args:
         saves: saves in their order.
@@ -119,6 +123,9 @@ def measured_profile(
         return None
     pace, lost = pace_of_trained(trained)
     blocked = [save for save in saves if save.blocking_secs is not None]
+    later = [save for save in blocked if save.trained]
+    if len(later) >= ENOUGH:
+        blocked = later
     written = [save for save in saves if save.durable_secs is not None]
     alone = [save for save in written if round(save.in_flight) <= 1]
     # If too few were alone in flight: the others tell what a write takes at most.
@@ -130,7 +137,9 @@ def measured_profile(
     return Profile(
         step=dataclasses.replace(_seconds([0.0] * len(pace), pace), samples=told),
         blocking=_seconds(
-            (save.nbytes for save in blocked), (save.blocking_secs for save in blocked)
+            (save.nbytes for save in blocked),
+            (save.blocking_secs for save in blocked),
+            adds_up=True,
         ),
         write=write,
         restore=_seconds(*zip(*reads, strict=True)) if reads else _seconds([], []),
@@ -197,11 +206,18 @@ def _growth(
     return steps, changed, exponent
 
 
-def _seconds(sizes: Iterable[float], secs: Iterable[float | None]) -> Seconds:
+def _seconds(
+    sizes: Iterable[float], secs: Iterable[float | None], *, adds_up: bool = False
+) -> Seconds:
     """Line through measured seconds by bytes, and how far a tenth of them lie from it.
 
     The first measurement is left out, as it compiles. If it has the most bytes, as a first full
     save often has, it is what so many bytes take at most.
+
+    Args:
+        sizes: bytes of each.
+        secs: seconds of each.
+        adds_up: whether the line is that of means, not of medians.
     """
     x, y = np.array([*sizes], float), np.array([*secs], float)
     samples = len(y)
@@ -217,6 +233,10 @@ def _seconds(sizes: Iterable[float], secs: Iterable[float | None]) -> Seconds:
     if first[0] > x.max():
         per_byte = min(per_byte, max(first[1] - fixed, 0.0) / first[0])
     usual = fixed + per_byte * x
+    if adds_up:
+        more = float(np.minimum(y, _RARE * usual).mean() - usual.mean())
+        fixed = max(fixed + more, 0.0)
+        usual = fixed + per_byte * x
     low, high = np.quantile(y / usual, [0.1, 0.9]) if usual.all() else (1.0, 1.0)
     return Seconds(
         fixed=fixed,

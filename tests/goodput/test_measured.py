@@ -88,6 +88,34 @@ def test_seconds_between_saves_tell_it_too_if_saves_take_other_times() -> None:
     assert always.contention == 0
 
 
+def test_slow_saves_count_with_what_training_waited_for_them() -> None:
+    saves = [save_of(n, nbytes=10_000, blocking_secs=0.01) for n in range(41)]
+    assert found(saves).blocking.fixed == pytest.approx(0.01)
+    for number in range(1, 41, 4):
+        saves[number] = dataclasses.replace(saves[number], blocking_secs=0.05)
+    profile = found(saves)
+    # The first of those that count is left out, as everywhere.
+    assert profile.blocking.fixed == pytest.approx((9 * 0.05 + 30 * 0.01) / 39)
+    assert profile.blocking.low == pytest.approx(0.01 / profile.blocking.fixed)
+    # A machine that stood still for a minute does not decide.
+    saves[2] = dataclasses.replace(saves[2], blocking_secs=60.0)
+    more = found(saves).blocking.fixed - profile.blocking.fixed
+    assert more == pytest.approx(0.09 / 39)
+
+
+def test_the_first_save_of_a_program_is_part_of_a_restart() -> None:
+    saves = [save_of(n, nbytes=10_000, blocking_secs=0.01) for n in range(20)]
+    for number in (0, 5, 10, 15):
+        first = {"blocking_secs": 0.2, "trained": ()}
+        saves[number] = dataclasses.replace(saves[number], **first)
+    profile = found(saves)
+    assert profile.blocking.fixed == pytest.approx(0.01)
+    assert (profile.blocking.samples, profile.write.samples) == (16, 20)
+    # Where hardly any other is known, it counts.
+    few = found([*saves[:4], dataclasses.replace(saves[4], trained=()), *saves[16:17]])
+    assert few.blocking.samples == 6 and few.blocking.fixed == pytest.approx(0.01)
+
+
 def test_writes_beside_others_are_compared_with_those_alone() -> None:
     saves = [save_of(n) for n in range(10)]
     for count, times, many in ((2, 1.5, 8), (3, 2.5, 8), (4, 9.0, 4)):
@@ -231,8 +259,9 @@ def test_a_run_tells_its_profile_and_the_next_program_goes_on_with_it(
         assert profile is not None and profile.is_known
         assert not (root / names.MEASUREMENTS).exists()
     assert profile.restart_secs == 3.0 and profile.processes == 1
-    assert profile.write.samples == profile.blocking.samples == len(reports) == 10
-    assert profile.step.samples == 9 and profile.step.fixed >= 0.005
+    assert profile.write.samples == len(reports) == 10
+    assert profile.step.samples == profile.blocking.samples == 9
+    assert profile.step.fixed >= 0.005
     assert profile.full_bytes == reports[0].total_bytes
     assert profile.plain_bytes == reports[0].state_bytes
     assert profile.node_secs == 0 and profile.restore.samples == 0
