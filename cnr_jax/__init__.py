@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cnr_jax.handler import handler_registry as handler_registry
     from cnr_jax.importing import import_orbax as import_orbax
     from cnr_jax.manager import CheckpointManager as CheckpointManager
+    from cnr_jax.measuring import measure_store as measure_store
     from cnr_jax.options import Options as Options
     from cnr_jax.policy import Consecutive as Consecutive
     from cnr_jax.policy import Decision as Decision
@@ -90,6 +91,7 @@ _HOMES = {
     "exporting.export": "Exported export",
     "goodput.advice": "advise",
     "importing": "import_orbax",
+    "measuring": "measure_store",
     "options": "Options",
     "policy": "Consecutive Decision Full IncrementLog Intermittent OneShot SaveRecord"
     " expected_restores",

@@ -43,12 +43,13 @@ TABLE = {
     ),
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
     "importing": ("manager", "orbax"),
+    "measuring": ("manager goodput", "numpy jax orbax"),
     "exporting": ("checkpointer.orbax_compat", "numpy jax"),
     "simulation": ("format policy", "numpy"),
     "goodput": ("simulation repository.plain", "numpy"),
-    "cnr_jax": ("importing exporting optim goodput checkpointer.trying", ""),
+    "cnr_jax": ("importing measuring exporting optim goodput checkpointer.trying", ""),
     # Looks into roots; what decodes rows, and so needs jax, it imports in functions.
-    "cli": ("repository goodput exporting", "typer rich numpy"),
+    "cli": ("repository goodput exporting measuring", "typer rich numpy"),
     "__main__": ("cli", ""),
     "testing": ("cnr_jax", "numpy jax optax hypothesis pytest"),
     # Stand outside the package and show its public face only; two import one another.
@@ -208,7 +209,7 @@ def test_orbax_and_tensorstore_are_confined() -> None:
         for package in ("orbax", "tensorstore")
     }
     hosts = {"args", "handler", "manager", "importing", "checkpointer.orbax_compat"}
-    hosts |= {"plain_args", "examples"}
+    hosts |= {"plain_args", "examples", "measuring"}
     assert users == {"orbax": hosts, "tensorstore": {"repository"}}
 
 

@@ -67,6 +67,7 @@ PUBLIC = {
     "goodput",
     "handler_registry",
     "import_orbax",
+    "measure_store",
     "init_touched",
     "mirror",
     "optim",

@@ -51,6 +51,9 @@ def advise(
         float, typer.Option(min=0, max=1, help="Chance that a restore finds damage.")
     ] = 0.0,
     seed: Annotated[int, number_option("--seed", "Of all draws.", 0)] = 0,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure its storage for two minutes.")
+    ] = False,
     item: Item = None,
     as_json: AsJson = False,
 ) -> Exit:
@@ -62,7 +65,7 @@ def advise(
     from cnr_jax.cli.profiles import read_profile
     from cnr_jax.goodput.advice import advise as advised
 
-    profile = read_profile(root, item)
+    profile = read_profile(root, item, measures=measure)
     if profile is not None and restart_secs is not None:
         profile = dataclasses.replace(profile, restart_secs=restart_secs)
     found = advised(

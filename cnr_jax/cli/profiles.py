@@ -9,23 +9,38 @@ if TYPE_CHECKING:
     from cnr_jax.goodput import Profile
 
 
-def read_profile(path: str, item: str | None = None) -> Profile | None:
+def read_profile(
+    path: str, item: str | None = None, *, measures: bool = False
+) -> Profile | None:
     """Reads a profile.
 
     Args:
         path: path of a file of JSON, or a root.
         item: item to look at, where steps of the root hold several.
+        measures: whether to measure the storage of the root, see `cnr_jax.measure_store`.
 
     Returns:
         The profile; None: the run has not saved often enough.
 
     Raises:
-        OptionError: if it is neither.
+        OptionError: if it is neither, or a file whose storage is to be measured.
     """
-    from cnr_jax.cli.roots import read_root
+    from cnr_jax.cli.roots import read_root, use_cpu
+    from cnr_jax.errors import OptionError
     from cnr_jax.goodput import Profile
     from cnr_jax.goodput.records import profile_at
 
     if not Path(path).is_dir() and "://" not in path:
-        return Profile.read(path)
+        profile = Profile.read(path)
+        if measures:
+            raise OptionError(
+                f"{path} is a profile, and has no storage to be measured\n"
+                "  hint: leave out --measure, or give the root of a run"
+            )
+        return profile
+    if measures:
+        use_cpu()
+        from cnr_jax import measuring
+
+        return measuring.measure_store(path, secs=measuring.SECS, item=item)
     return profile_at(read_root(path, item))

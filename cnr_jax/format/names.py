@@ -76,6 +76,8 @@ CATALOGUE = "cnr_jax.catalogue.json"
 METRICS = "cnr_jax.metrics.jsonl"
 # In the root: what the newest saves took, as their manager has measured it; advice.
 MEASUREMENTS = "cnr_jax.measurements.json"
+# A folder in the root in which storage is measured. It ends as no step does.
+MEASURING = "cnr_jax.measuring-{token}.root"
 # In a near root: the root that its steps are copied to.
 FAR = "cnr_jax.far.txt"
 

@@ -126,10 +126,7 @@ def measured_profile(
     later = [save for save in blocked if save.trained]
     if len(later) >= ENOUGH:
         blocked = later
-    written = [save for save in saves if save.durable_secs is not None]
-    alone = [save for save in written if round(save.in_flight) <= 1]
-    # If too few were alone in flight: the others tell what a write takes at most.
-    write = _durable(alone if len(alone) >= ENOUGH else written)
+    write, in_flight = writes_of(saves)
     fixed = _median(save.fixed_bytes for save in saves)
     plain = _median(save.plain_bytes for save in saves if save.plain_bytes)
     fulls = [save.nbytes for save in saves if save.kind == "full"]
@@ -150,10 +147,21 @@ def measured_profile(
         changed_bytes=_median(changed / steps**exponent),
         exponent=exponent,
         contention=lost / (1 - lost),
-        in_flight=_slowed(written, write) if len(alone) >= ENOUGH else (1.0,),
+        in_flight=in_flight,
         node_secs=_median(save.agree_secs for save in saves if save.agree_secs),
         processes=processes,
     )
+
+
+def writes_of(saves: Sequence[MeasuredSave]) -> tuple[Seconds, tuple[float, ...]]:
+    """What a write takes, by its bytes, and how many times longer with 1, 2, ... in flight."""
+    written = [save for save in saves if save.durable_secs is not None]
+    alone = [save for save in written if round(save.in_flight) <= 1]
+    if len(alone) < ENOUGH:
+        # The others tell what a write takes at most.
+        return _durable(written), (1.0,)
+    write = _durable(alone)
+    return write, _slowed(written, write)
 
 
 def pace_of_trained(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
