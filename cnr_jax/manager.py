@@ -255,7 +255,7 @@ class CheckpointManager(ocp.CheckpointManager):
         process returns what it has measured itself; process 0 also notes that in the root.
 
         Args:
-            restart_secs: seconds of a restart, which the manager cannot measure.
+            restart_secs: as in `Profile`; the manager cannot measure it.
 
         Returns:
             The profile, for `cnr_jax.advise`; None if fewer than four saves have timed the train
@@ -341,13 +341,14 @@ class CheckpointManager(ocp.CheckpointManager):
                 the steps that may lack such rows.
             DependentsExistError: if a step that must be kept is in the way.
             WriterError: if another manager saves to this root. Nothing was changed.
-            CallError: if you call it inside `on_save`, or a handler or callback of a save; in a
-                signal handler in the middle of a call; or after `close`.
+            CallError: after `close`; and, but at a step that `interval="auto"` passes over, if you
+                call it inside `on_save`, a handler or callback of a save, or a forked process, or
+                in a signal handler in the middle of a call.
         """
         step = checked_step(step)
         # Most steps save nothing: they need no lock, and no look at the state.
-        passes = not (force or self._calls.is_closed)
-        if passes and self._progress.is_passed(step, self.should_save):
+        looks = force or self._calls.is_closed
+        if not looks and self._progress.is_passed(step, self.should_save):
             return False
         return self._save(
             step, items, save_kwargs, metrics, force, args, custom_metadata

@@ -43,7 +43,7 @@ TABLE = {
     ),
     "handler manager": ("checkpointer.restoring", "numpy jax orbax etils"),
     "importing": ("manager", "orbax"),
-    "measuring": ("manager goodput", "numpy jax orbax"),
+    "measuring": ("manager goodput", "numpy jax"),
     "exporting": ("checkpointer.orbax_compat", "numpy jax"),
     "simulation": ("format policy", "numpy"),
     "goodput": ("simulation repository.plain", "numpy"),
@@ -209,7 +209,7 @@ def test_orbax_and_tensorstore_are_confined() -> None:
         for package in ("orbax", "tensorstore")
     }
     hosts = {"args", "handler", "manager", "importing", "checkpointer.orbax_compat"}
-    hosts |= {"plain_args", "examples", "measuring"}
+    hosts |= {"plain_args", "examples"}
     assert users == {"orbax": hosts, "tensorstore": {"repository"}}
 
 

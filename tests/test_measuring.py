@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -15,11 +17,20 @@ from typer.testing import CliRunner
 
 import cnr_jax as cnr
 from cnr_jax import measuring
+from cnr_jax.checkpointer.saving import meter
 from cnr_jax.cli.app import app
 from cnr_jax.errors import NoStepError, OptionError
+from cnr_jax.goodput.measured import MeasuredSave
 from cnr_jax.repository.store import names_in
+from cnr_jax.repository.store.local import LocalStore
 
 ROWS = 2_000
+
+
+@pytest.fixture(autouse=True)
+def noted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs note what they measure with each save, not once a minute."""
+    monkeypatch.setattr(meter, "_NOTED_SECS", 0.0)
 
 
 class Run:
@@ -119,8 +130,6 @@ def test_a_manager_does_not_mind_what_a_killed_measurement_has_left(
         steps = manager.all_steps()
     left = root / "cnr_jax.measuring-0000000000000000.root"
     Run(left / "1").manager.close()
-    run = Run(tmp_path / "other", 0)
-    run.manager.close()
     assert cnr.describe(root).latest_step == steps[-1]
     assert cnr.verify(root) == ()
     with cnr.CheckpointManager(root) as manager:
@@ -150,7 +159,9 @@ def test_the_command_measures_where_it_is_asked_to(
     assert refused.exit_code != 0 and "has no storage to be measured" in refused.stderr
 
 
-def test_a_run_that_has_hardly_saved_is_not_measured(tmp_path: Path) -> None:
+def test_a_run_that_has_hardly_saved_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Run(tmp_path / "run", 5).manager.close()
     assert cnr.measure_store(tmp_path / "run", secs=0.1) is None
     assert not [n for n in names_in(epath.Path(tmp_path) / "run") if "measuring" in n]
@@ -159,3 +170,57 @@ def test_a_run_that_has_hardly_saved_is_not_measured(tmp_path: Path) -> None:
     for given in ({"secs": 0}, {"most_in_flight": 0}, {"most_in_flight": 1.5}):
         with pytest.raises(OptionError, match=next(iter(given))):
             cnr.measure_store(tmp_path / "run", **given)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(OptionError, match="by one process, got 2"):
+        cnr.measure_store(tmp_path / "run")
+
+
+def test_factors_are_those_that_were_measured_and_then_the_run_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path / "run").manager.close()
+    known = (1.0, 1.1, 1.2, 1.3, 1.4)
+    made, turns = measuring.profile_at, list[tuple[int, int]]()
+
+    def profiled(*given: Any, **more: Any) -> Any:
+        return dataclasses.replace(made(*given, **more), in_flight=known)
+
+    def saves(root: Any, nbytes: int, count: int, secs: float) -> list[MeasuredSave]:
+        turns.append((count, nbytes))
+        # Storage in which a fourth is never in flight, and three take twice as long.
+        took = {1: 0.1, 2: 0.15, 3: 0.2, 4: 0.2}[count]
+        save = MeasuredSave(
+            step=0,
+            parent=None,
+            kind="full",
+            nbytes=nbytes,
+            fixed_bytes=0,
+            durable_secs=took,
+            in_flight=min(count, 3),
+        )
+        return [save] * 3
+
+    monkeypatch.setattr(measuring, "profile_at", profiled)
+    monkeypatch.setattr(measuring, "_saves", saves)
+    found = cnr.measure_store(tmp_path / "run")
+    assert found is not None
+    assert found.in_flight == pytest.approx((1.0, 1.5, 2.0, 1.3, 1.4))
+    assert [count for count, _ in turns] == [1, 2, 3, 4] * 2
+    sizes = {
+        step.total_bytes
+        for step in cnr.describe(tmp_path / "run").steps
+        if step.kind == "delta"
+    }
+    assert {nbytes for _, nbytes in turns} <= {*range(min(sizes), max(sizes) + 1)}
+
+
+def test_what_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path / "run").manager.close()
+    monkeypatch.setattr(measuring, "_saves", lambda *given: [])
+    with monkeypatch.context() as kept:
+        error = PermissionError(13, "Permission denied")
+        kept.setattr(LocalStore, "remove_tree", lambda *given, **more: [error])
+        cnr.measure_store(tmp_path / "run")
+    assert "measuring-" in caplog.text and "could not be removed" in caplog.text

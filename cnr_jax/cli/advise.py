@@ -38,7 +38,7 @@ def advise(
     restart_secs: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Seconds until programs run again, without the restore."
+            min=0, help="Seconds until programs run again and have saved, but restored."
         ),
     ] = None,
     notice_secs: Annotated[

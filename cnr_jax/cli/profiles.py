@@ -38,9 +38,10 @@ def read_profile(
                 "  hint: leave out --measure, or give the root of a run"
             )
         return profile
+    found = read_root(path, item)
     if measures:
         use_cpu()
         from cnr_jax import measuring
 
         return measuring.measure_store(path, secs=measuring.SECS, item=item)
-    return profile_at(read_root(path, item))
+    return profile_at(found)

@@ -20,7 +20,7 @@ MOST = 1e18
 _TELLING = 0.1
 # Least difference that tells it between the parts of times that lie beside saves.
 _CONTRAST = 0.25
-# A save that held training up for so many times as long as others did counts as if for that long.
+# Where means count, one that took so many times as long as usual counts as if that long.
 _RARE = 10.0
 # Largest share of its time that a train step is believed to lose beside a save.
 _MOST_LOST = 0.9
@@ -105,12 +105,13 @@ def measured_profile(
 
     Typical figures are medians, so that what is compiled in first saves does not count. What
     training waits for is a mean, as it adds up: a few slow saves cost as much as many quick ones.
-    The first save of a program is left out of it, which also claims the root and clears it up.
+    Saves that timed no train steps are left out of it. Such is the first one of a program, which
+    also claims the root and clears it up.
 
     Args:
         saves: saves in their order.
         reads: bytes and seconds of restores.
-        restart_secs: seconds of a restart, which no save tells.
+        restart_secs: as in `Profile`; no save tells it.
         processes: processes that saved.
 
     Returns:
@@ -125,7 +126,8 @@ def measured_profile(
     blocked = [save for save in saves if save.blocking_secs is not None]
     later = [save for save in blocked if save.trained]
     if len(later) >= ENOUGH:
-        blocked = later
+        # The first of all stays: it may be the only full one, and bounds what so many bytes take.
+        blocked = [*blocked[: not blocked[0].trained], *later]
     write, in_flight = writes_of(saves)
     fixed = _median(save.fixed_bytes for save in saves)
     plain = _median(save.plain_bytes for save in saves if save.plain_bytes)
@@ -225,7 +227,8 @@ def _seconds(
     Args:
         sizes: bytes of each.
         secs: seconds of each.
-        adds_up: whether the line is that of means, not of medians.
+        adds_up: whether the line is moved to the mean. One that took ten times as long as usual
+            counts as if that long: a machine that stood still for a minute does not decide.
     """
     x, y = np.array([*sizes], float), np.array([*secs], float)
     samples = len(y)
@@ -242,7 +245,9 @@ def _seconds(
         per_byte = min(per_byte, max(first[1] - fixed, 0.0) / first[0])
     usual = fixed + per_byte * x
     if adds_up:
-        more = float(np.minimum(y, _RARE * usual).mean() - usual.mean())
+        # If most took no time at all, what a tenth took is usual.
+        most = np.maximum(_RARE * usual, np.quantile(y, 0.9))
+        more = float(np.minimum(y, most).mean() - usual.mean())
         fixed = max(fixed + more, 0.0)
         usual = fixed + per_byte * x
     low, high = np.quantile(y / usual, [0.1, 0.9]) if usual.all() else (1.0, 1.0)

@@ -27,7 +27,8 @@ class SaveCost:
     Attributes:
         step_secs: seconds of a train step beside no save.
         slow_secs: seconds that one train step in ten exceeds.
-        blocking_secs: mean seconds for which a save holds training up.
+        blocking_secs: seconds for which a save holds training up: the medians of full ones and of
+            deltas, by their shares.
         lost: share of its time that a step loses beside a save.
         durable_secs: for each kind of save its share of all saves, and the seconds from the end of
             its blocking part until it is durable.

@@ -79,8 +79,9 @@ class Profile:
         blocking: seconds for which a save holds training up.
         write: seconds of a save in the background alone, from then until it is durable.
         restore: seconds of a restore, by the bytes that it reads.
-        restart_secs: seconds from a failure until programs run again and have compiled, without the
-            restore; with traces, from when all nodes are back.
+        restart_secs: seconds from a failure until programs run again and have compiled, and those
+            of the call of their first save, without the restore; with traces, from when all nodes
+            are back.
         full_bytes: bytes of a full save.
         plain_bytes: bytes of a plain full save, as Orbax writes it.
         dense_bytes: bytes that every save writes alike.

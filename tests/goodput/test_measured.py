@@ -94,13 +94,16 @@ def test_slow_saves_count_with_what_training_waited_for_them() -> None:
     for number in range(1, 41, 4):
         saves[number] = dataclasses.replace(saves[number], blocking_secs=0.05)
     profile = found(saves)
-    # The first of those that count is left out, as everywhere.
-    assert profile.blocking.fixed == pytest.approx((9 * 0.05 + 30 * 0.01) / 39)
+    assert profile.blocking.fixed == pytest.approx((10 * 0.05 + 30 * 0.01) / 40)
     assert profile.blocking.low == pytest.approx(0.01 / profile.blocking.fixed)
     # A machine that stood still for a minute does not decide.
     saves[2] = dataclasses.replace(saves[2], blocking_secs=60.0)
     more = found(saves).blocking.fixed - profile.blocking.fixed
-    assert more == pytest.approx(0.09 / 39)
+    assert more == pytest.approx(0.09 / 40)
+    # Nor is a wait nothing because most saves did not wait at all.
+    none = [dataclasses.replace(save, blocking_secs=0.0) for save in saves]
+    none[5:10] = [dataclasses.replace(save, blocking_secs=0.4) for save in none[5:10]]
+    assert found(none).blocking.fixed == pytest.approx(5 * 0.4 / 40)
 
 
 def test_the_first_save_of_a_program_is_part_of_a_restart() -> None:
@@ -110,10 +113,21 @@ def test_the_first_save_of_a_program_is_part_of_a_restart() -> None:
         saves[number] = dataclasses.replace(saves[number], **first)
     profile = found(saves)
     assert profile.blocking.fixed == pytest.approx(0.01)
-    assert (profile.blocking.samples, profile.write.samples) == (16, 20)
-    # Where hardly any other is known, it counts.
-    few = found([*saves[:4], dataclasses.replace(saves[4], trained=()), *saves[16:17]])
-    assert few.blocking.samples == 6 and few.blocking.fixed == pytest.approx(0.01)
+    assert (profile.blocking.samples, profile.write.samples) == (17, 20)
+    # Where hardly any other is known, all count.
+    few = found([*saves[:5], *saves[10:11], *saves[15:16]])
+    assert few.blocking.samples == 7 and few.blocking.fixed > 0.05
+
+
+def test_a_first_full_save_bounds_what_its_bytes_take() -> None:
+    rng = np.random.default_rng(0)
+    saves = [save_of(0, nbytes=10**9, blocking_secs=1.2)]
+    for number in range(1, 30):
+        nbytes = int(rng.integers(500_000, 1_000_000))
+        secs = 0.01 + 0.01 * rng.random()
+        given = {"nbytes": nbytes, "blocking_secs": secs, "kind": "delta"}
+        saves.append(save_of(number, **given, parent=0))
+    assert 0.0 <= found(saves).blocking.of(1e9) < 1.25
 
 
 def test_writes_beside_others_are_compared_with_those_alone() -> None:
@@ -260,7 +274,7 @@ def test_a_run_tells_its_profile_and_the_next_program_goes_on_with_it(
         assert not (root / names.MEASUREMENTS).exists()
     assert profile.restart_secs == 3.0 and profile.processes == 1
     assert profile.write.samples == len(reports) == 10
-    assert profile.step.samples == profile.blocking.samples == 9
+    assert profile.step.samples == 9 and profile.blocking.samples == 10
     assert profile.step.fixed >= 0.005
     assert profile.full_bytes == reports[0].total_bytes
     assert profile.plain_bytes == reports[0].state_bytes

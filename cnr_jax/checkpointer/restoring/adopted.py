@@ -27,6 +27,7 @@ from cnr_jax.checkpointer.restoring.fitting import (
     misfit_of_number,
     mismatch,
     say_converted,
+    uneven,
     unknown_to_jax,
 )
 from cnr_jax.checkpointer.restoring.match import kept_leaves
@@ -301,6 +302,7 @@ def _match(
         value = leaves.pop(path)
         problem = _difference(leaf, value, keys.get(path))
         problem = problem or unknown_to_jax(value, on_device=path in rows)
+        problem = problem or uneven(value)
         if problem:
             problems.append(f"{where}: {problem}")
             is_grown |= _has_other_rows(leaf, value)

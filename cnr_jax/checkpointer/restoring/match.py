@@ -370,7 +370,7 @@ def _match_leaves(
         if told := unknown_to_jax(value, on_device=True):
             found.problems.append(f"{where}: {told}")
             continue
-        if told := uneven(value):
+        if value.shape[:1] == leaf.shape[:1] and (told := uneven(value)):
             found.problems.append(f"{where}: {told}")
             found.hints.append(_EVEN_HINT)
             continue
