@@ -225,6 +225,26 @@ def test_a_step_between_saves_looks_at_nothing(tiny_run: Any, opened: Any) -> No
             manager.save(step, args=args)
 
 
+def test_a_step_between_saves_is_passed_over_wherever_it_is_asked_for(
+    tiny_run: Any, opened: Any
+) -> None:
+    run, said = tiny_run(), list[Any]()
+
+    def asks(report: Any) -> None:
+        args = cnr.args.Save(run.state, run.touched)
+        said.append(manager.save(report.step + 1, args=args))
+        try:
+            manager.save(report.step + 10, args=args)
+        except cnr.errors.CallError as error:
+            said.append(error.kind)
+
+    manager = opened(run, interval="auto", on_save=asks)
+    assert trained(run, manager, [0]) == [0]
+    manager.wait_until_finished()
+    manager.close()
+    assert said == [False, "inside_on_save"]
+
+
 def test_a_save_that_failed_is_made_again_at_the_next_step(
     tiny_run: Any, opened: Any, storage: Any
 ) -> None:
