@@ -58,7 +58,7 @@ ONE_GB = Profile(
     exponent=0.7,
 )
 # Seconds for which each further process made a save wait, all on the same two cores.
-NODE_SECS = 0.04
+NODE_SECS = 0.004
 FIXED_EVERY = 600
 SYSTEMS = ("orbax, best", "CheckFreq", "PCcheck", "ours, fixed", "ours, advised")
 # Of a share that the model may be off by.
