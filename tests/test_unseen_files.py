@@ -169,9 +169,8 @@ def test_dense_leaf_that_cannot_be_had_as_asked_is_no_damage(
         where = NamedSharding(mesh, P("x"))
         w = jax.ShapeDtypeStruct((3,), np.float32, sharding=where)
         for step in (1, None):
-            with pytest.raises(errors.StateMismatchError, match="cut evenly") as raised:
+            with pytest.raises(errors.StateMismatchError, match="cut evenly"):
                 manager.restore(step, args=cnr.args.Restore({**run.state, "w": w}))
-            assert not isinstance(raised.value, errors.CnrError)
         assert manager.all_steps() == [0, 1]
 
 
