@@ -125,7 +125,7 @@ def _scratch_of(root: str | os.PathLike[str]) -> Iterator[AnyPath]:
 
 
 def _saves(root: AnyPath, nbytes: int, count: int, secs: float) -> list[MeasuredSave]:
-    """Saves of some bytes of which `count` are in flight all the time, as they were measured."""
+    """Makes saves of some bytes, always `count` at a time; returns what was measured of them."""
     rng = np.random.default_rng(0)
     rows = rng.random((max(nbytes // (4 * _DIM), 1), _DIM), np.float32)
     state = {"rows": jnp.asarray(rows)}

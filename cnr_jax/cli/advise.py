@@ -38,7 +38,7 @@ def advise(
     restart_secs: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Seconds until programs run again and have saved, but restored."
+            min=0, help="Seconds of a restart and of the first save's call; no restore."
         ),
     ] = None,
     notice_secs: Annotated[

@@ -481,12 +481,12 @@ class Saves:
         if save.step not in gone:
             self._note_own(save)
         self.put_catalogue()
+        plan, manifest = save.decided, save.manifest
         # Rows that have grown out of their step make the next save full: no baseline would be used.
-        has_grown = save.manifest is not None and bool(save.manifest.outgrown)
-        merges = save.decided is not None and save.decided.merges and not has_grown
-        if save.decided is not None and merges and save.step not in gone:
+        has_grown = manifest is not None and bool(manifest.outgrown)
+        if plan is not None and plan.merges and not has_grown and save.step not in gone:
             root, count = self.steps.root, jax.process_count()
-            self._lifecycle.merging.merge(root, save.decided, save.item, count)
+            self._lifecycle.merging.merge(root, plan, save.item, count)
         return {"gone": gone, "stay": stay}
 
     def _note_own(self, save: SaveInFlight) -> None:
