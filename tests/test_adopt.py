@@ -318,6 +318,20 @@ def test_leaves_go_where_orbax_puts_them(kept: dict[str, Path]) -> None:
         np.testing.assert_array_equal(got["user"], state_at(3)["user"])
 
 
+def test_a_leaf_that_its_sharding_cannot_cut_is_named(kept: dict[str, Path]) -> None:
+    skip_below(7)
+    state = state_at(0)
+    mesh = jax.make_mesh((7,), ("x",), devices=jax.devices()[:7])
+    user = jax.ShapeDtypeStruct(
+        state["user"].shape,
+        state["user"].dtype,
+        sharding=NamedSharding(mesh, P("x")),
+    )
+    with adopting(kept["StandardSave"], cnr.find_tables(state, ["user"])) as manager:
+        with pytest.raises(errors.StateMismatchError, match=r"user: .* cut evenly"):
+            manager.restore(None, args=cnr.args.Restore({**state, "user": user}))
+
+
 def damage(step: Path) -> None:
     """Makes what Orbax stores unreadable."""
     for path in step.rglob("d/*"):

@@ -201,13 +201,14 @@ def test_a_step_between_saves_looks_at_nothing(tiny_run: Any, opened: Any) -> No
     def hold() -> None:
         with manager._calls.lock:
             held.set()
-            over.wait(60)
+            over.wait(20)
 
     holder = threading.Thread(target=hold)
     holder.start()
     assert held.wait(60)
     for step in range(1, 10):
         assert not manager.save(step, args=args)
+    assert holder.is_alive(), "no call has waited for the lock"
     over.set()
     holder.join()
     with pytest.raises(cnr.errors.CnrError):
