@@ -6,6 +6,8 @@ it from being donated.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from functools import partial
@@ -217,9 +219,27 @@ def fails_to_save(
             assert manager.save(step, args=args)
             with pytest.raises(cnr.errors.SaveError, match=f"step {step} failed"):
                 manager.wait_until_finished()
-    # A retry of the step uses the same folder: nobody may still be writing into it.
-    assert "cnr_write_rows" not in [thread.name for thread in threading.enumerate()]
+    # A retry of the step uses the same folder: nobody may still be writing into it. A thread that
+    # has said that it is done may take a moment to end, but writes no more.
+    before = unfinished_files(manager.directory)
+    for thread in threading.enumerate():
+        if thread.name == "cnr_write_rows":
+            thread.join(60)
+            assert not thread.is_alive()
+    assert unfinished_files(manager.directory) <= before
     manager.wait_until_finished()
+
+
+def unfinished_files(root: Any) -> set[tuple[str, int, int]]:
+    """Files of saves that are not committed, with their sizes and the times of their changes."""
+    found = set[tuple[str, int, int]]()
+    for folder, _, names in os.walk(root):
+        for name in names if TEMPORARY in folder else ():
+            path = os.path.join(folder, name)
+            with contextlib.suppress(FileNotFoundError):  # it is removed meanwhile
+                state = os.stat(path)
+                found.add((path, state.st_size, state.st_mtime_ns))
+    return found
 
 
 # ---- tests --------------------------------------------------------------------------------
