@@ -26,6 +26,7 @@ COST = SaveCost(
     slow_secs=0.012,
     blocking_secs=0.02,
     lost=0.0,
+    beside_secs=0.1,
     durable_secs=((1.0, 0.1),),
 )
 
@@ -53,7 +54,7 @@ def test_the_interval_is_the_shortest_within_the_budget() -> None:
     assert settled(slowdown=0.3, in_flight=2) == 7
     assert settled(cost(lost=0.105)) == 102  # 10.5 ms more
     # Beside saves all the time: a tenth of the time of steps is more than the budget allows.
-    slow = cost(lost=0.1, durable_secs=((1.0, 5.0),))
+    slow = cost(lost=0.1, beside_secs=5.0, durable_secs=((1.0, 5.0),))
     assert (
         settled(slow, slowdown=0.2, in_flight=50) == 23
     )  # 20 ms of 23 steps, and 1 / 9
@@ -104,7 +105,7 @@ def saves(count: int, **fields: Any) -> list[MeasuredSave]:
     return [dataclasses.replace(found[0], kind="full", blocking_secs=9.0), *found[1:]]
 
 
-def test_costs_are_medians_of_each_kind() -> None:
+def test_costs_are_means_of_each_kind() -> None:
     assert cost_of_saves([]) is None
     assert cost_of_saves(saves(9, trained=())) is None
     found = cost_of_saves(saves(10))
@@ -113,8 +114,33 @@ def test_costs_are_medians_of_each_kind() -> None:
     assert found.step_secs == found.slow_secs == pytest.approx(0.01)
     newer = cost_of_saves(saves(40))  # what came first is forgotten
     assert newer is not None and newer.blocking_secs == pytest.approx(0.02)
+    # One wait of a minute counts as ten usual ones. The first save of a program does not.
+    slow = saves(11)[1:]
+    slow[3] = dataclasses.replace(slow[3], blocking_secs=60.0)
+    slow[0] = dataclasses.replace(slow[0], blocking_secs=5.0, trained=())
+    mean = cost_of_saves(slow)
+    assert mean is not None
+    assert mean.blocking_secs == pytest.approx((0.2 + 8 * 0.02) / 9)
     few = cost_of_saves(saves(2))
     assert few is not None and few.lost == 0
+
+
+def test_steps_beside_a_save_count_until_it_is_over() -> None:
+    alone, beside = Trained(90, 90 * 0.03, 0.0), Trained(5, 5 * 0.05, 5 * 0.05)
+    cut = saves(40, trained=(beside, alone))  # durable in 0.1 s, and over in 0.25
+    found = cost_of_saves(cut)
+    assert found is not None and found.step_secs == pytest.approx(0.03)
+    assert found.contention_secs == pytest.approx(5 * (0.05 - 0.03))
+    # Full ones take longer, whatever follows them.
+    cut[20::4] = [dataclasses.replace(save, kind="full") for save in cut[20::4]]
+    full = (Trained(20, 20 * 0.05, 20 * 0.05), alone)
+    cut[21::4] = [dataclasses.replace(save, trained=full) for save in cut[21::4]]
+    mixed = cost_of_saves(cut)
+    assert mixed is not None
+    assert mixed.contention_secs == pytest.approx((24 * 5 + 5 * 20) / 29 * 0.02)
+    # Where one is always in flight, the time until it is durable tells.
+    always = cost_of_saves(saves(40, durable_secs=0.7))
+    assert always is not None and always.beside_secs == pytest.approx(0.7)
 
 
 def test_a_save_is_due_so_many_steps_after_the_one_before() -> None:

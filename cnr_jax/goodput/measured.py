@@ -123,6 +123,7 @@ def measured_profile(
     if told < ENOUGH - 1 or not trained:
         return None
     pace, lost = pace_of_trained(trained)
+    lost = min(lost * beside_durable(saves), _MOST_LOST)
     blocked = [save for save in saves if save.blocking_secs is not None]
     later = [save for save in blocked if save.trained]
     if len(later) >= ENOUGH:
@@ -179,6 +180,23 @@ def pace_of_trained(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
     return (secs - lost * beside) / steps, lost
 
 
+def beside_durable(saves: Sequence[MeasuredSave]) -> float:
+    """How many times as long training is beside a save as that takes until it is durable.
+
+    It is 1 at least. After a save is durable, it removes old steps, and the train step in which it
+    ends is longer too. Saves tell that nothing else was in flight with.
+    """
+    told = [
+        (save.durable_secs, sum(each.beside_secs for each in following.trained))
+        for save, following in itertools.pairwise(saves)
+        if save.durable_secs and following.trained and save.in_flight <= 1
+    ]
+    if not told:
+        return 1.0
+    durable, beside = map(capped_mean, zip(*told, strict=True))
+    return max(1.0, beside / durable)
+
+
 def _durable(saves: Sequence[MeasuredSave]) -> Seconds:
     return _seconds(
         (save.nbytes for save in saves), (save.durable_secs for save in saves)
@@ -227,8 +245,7 @@ def _seconds(
     Args:
         sizes: bytes of each.
         secs: seconds of each.
-        adds_up: whether the line is moved to the mean. One that took ten times as long as usual
-            counts as if that long: a machine that stood still for a minute does not decide.
+        adds_up: whether the line is moved to the mean, as `capped_mean` has it.
     """
     x, y = np.array([*sizes], float), np.array([*secs], float)
     samples = len(y)
@@ -245,10 +262,7 @@ def _seconds(
         per_byte = min(per_byte, max(first[1] - fixed, 0.0) / first[0])
     usual = fixed + per_byte * x
     if adds_up:
-        # If most took no time at all, what a tenth took is usual.
-        most = np.maximum(_RARE * usual, np.quantile(y, 0.9))
-        more = float(np.minimum(y, most).mean() - usual.mean())
-        fixed = max(fixed + more, 0.0)
+        fixed = max(fixed + capped_mean(y, usual) - float(usual.mean()), 0.0)
         usual = fixed + per_byte * x
     low, high = np.quantile(y / usual, [0.1, 0.9]) if usual.all() else (1.0, 1.0)
     return Seconds(
@@ -258,6 +272,27 @@ def _seconds(
         high=max(float(high), 1.0),
         samples=samples,
     )
+
+
+def capped_mean(
+    values: Iterable[float], usual: np.ndarray | float | None = None
+) -> float:
+    """Mean of values, in which those of more than ten times the usual count as that; 0 of none.
+
+    A machine that stood still for a minute does not decide. If most values are 0, what a tenth of
+    them exceeds is usual.
+
+    Args:
+        values: values.
+        usual: what is usual for each of them, or for all; None: their median.
+    """
+    y = np.array([*values], float)
+    if not len(y):
+        return 0.0
+    if usual is None:
+        usual = float(np.median(y))
+    most = np.maximum(_RARE * usual, np.quantile(y, 0.9, method="lower"))
+    return float(np.minimum(y, most).mean())
 
 
 def _slope(x: np.ndarray, y: np.ndarray, least: float = 0.0) -> float | None:

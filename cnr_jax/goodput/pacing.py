@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cnr_jax.goodput.measured import MeasuredSave, pace_of_trained
+from cnr_jax.goodput.measured import (
+    MeasuredSave,
+    beside_durable,
+    capped_mean,
+    pace_of_trained,
+)
 from cnr_jax.goodput.profile import ENOUGH
 
 # The newest saves tell what saves take now.
@@ -27,9 +32,10 @@ class SaveCost:
     Attributes:
         step_secs: seconds of a train step beside no save.
         slow_secs: seconds that one train step in ten exceeds.
-        blocking_secs: seconds for which a save holds training up: the medians of full ones and of
-            deltas, by their shares.
+        blocking_secs: seconds for which a save holds training up, on average.
         lost: share of its time that a step loses beside a save.
+        beside_secs: seconds that training spends beside a save, on average, if that is over when
+            the next one begins. They end with the step in which a save ends and removes old ones.
         durable_secs: for each kind of save its share of all saves, and the seconds from the end of
             its blocking part until it is durable.
     """
@@ -38,12 +44,13 @@ class SaveCost:
     slow_secs: float
     blocking_secs: float
     lost: float
+    beside_secs: float
     durable_secs: tuple[tuple[float, float], ...]
 
     @property
     def contention_secs(self) -> float:
         """Seconds that training loses beside a save, if it is over when the next one begins."""
-        return self.lost * sum(share * secs for share, secs in self.durable_secs)
+        return self.lost * self.beside_secs
 
     @property
     def longest_secs(self) -> float:
@@ -69,8 +76,8 @@ class SaveCost:
 def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     """Cost of saves; None if it is not known yet.
 
-    It takes the median of each kind, so that neither compilation nor a full save now and then
-    counts for more than it is.
+    What training waits for is a mean of each kind, as it adds up. Saves that timed no train steps
+    are left out of it: the first save of a program compiles.
     """
     recent = [save for save in saves[-_SAVES:] if save.durable_secs is not None]
     trained = [each for save in recent for each in save.trained if each.secs > 0]
@@ -83,7 +90,8 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     for kind in sorted({save.kind for save in recent}):
         same = [save for save in recent if save.kind == kind]
         share = len(same) / len(recent)
-        blocking += share * float(np.median([s.blocking_secs or 0.0 for s in same]))
+        later = [save for save in same if save.trained] or same
+        blocking += share * capped_mean(save.blocking_secs or 0.0 for save in later)
         secs = float(np.median([save.durable_secs or 0.0 for save in same]))
         durable.append((share, secs))
     return SaveCost(
@@ -91,6 +99,7 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
         slow_secs=float(np.quantile([t.secs / t.steps for t in trained], _SLOW)),
         blocking_secs=blocking,
         lost=lost,
+        beside_secs=beside_durable(recent) * sum(s * secs for s, secs in durable),
         durable_secs=tuple(durable),
     )
 

@@ -26,10 +26,12 @@ from what they take, as a delta over more steps has more rows; and so on, until 
 recording takes of a step in ours is measured against a step that records nothing, and stands
 beside.
 
-Last, ours decides itself (`Options(interval="auto")`). There its calls at steps that do not save
-are timed. The first Python after a step of 30 ms finds its code in no cache: so an empty function
-is timed at the same place too, and the same call a second time at once. The flights are found as by
-`trained_tables.py`; a quick run draws its own. A full run makes 5 turns in about an hour.
+Last, ours decides itself (`Options(interval="auto")`), for a minute and a half. What its saves take
+of training in the last minute, against the steps between them, is the slowdown that it keeps to.
+Its calls at steps that do not save are timed. The first Python after a step of 30 ms finds its code
+in no cache: so an empty function is timed at the same place too, and the same call a second time at
+once. The flights are found as by `trained_tables.py`; a quick run draws its own. A full run makes 5
+turns in about an hour.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ PARTS = ("blocking", "contention", "rest")
 
 def plan(quick: bool) -> list[Case]:
     """Every system with a core free and with none."""
-    given: dict[str, Any] = {"window_secs": 3.0, "turns": 3, "auto_secs": 20.0}
+    given: dict[str, Any] = {"window_secs": 3.0, "turns": 3, "auto_secs": 90.0}
     if quick:
         given = {"rows": 50_000, "window_secs": 0.5, "turns": 2, "auto_secs": 3.0}
     return [
@@ -319,6 +321,7 @@ def decided(data: Any, root: Path, secs: float) -> Figures:
     """What a run of ours comes to that decides itself, and its calls that do not save."""
     loop = Loop("cnr", data, root, interval="auto", slowdown=SLOWDOWN)
     idle, again, empty = list[float](), list[float](), list[float]()
+    made: dict[str, list[float]] = {"calls": [], "beside": [], "others": []}
 
     def nothing(step: int, args: Any) -> bool:
         return False
@@ -328,23 +331,29 @@ def decided(data: Any, root: Path, secs: float) -> Figures:
         has_saved = call(loop.step, args=loop.args())
         return has_saved, time.perf_counter() - begun
 
-    end = time.perf_counter() + secs
-    while time.perf_counter() < end or len(idle) < FEW:
-        loop.train()
-        if len(empty) < len(idle):
+    begun, left = time.perf_counter(), 0
+    while (now := time.perf_counter()) < begun + secs or len(idle) < FEW:
+        left = AFTER if loop.manager.is_saving_in_progress() else left - 1
+        step = loop.train()
+        plain = len(empty) < len(idle)
+        if plain:
             empty.append(timed(nothing)[1])
-            loop.save()
-            continue
         has_saved, took = timed(loop.manager.save)
-        if not has_saved:
+        if now > begun + secs / 3:  # before, it learns
+            made["beside" if left >= 0 else "others"].append(step)
+            made["calls"] += [took] * has_saved
+        if not (plain or has_saved):
             idle.append(took)
             again.append(timed(loop.manager.save)[1])
     loop.manager.wait_until_finished()
+    step = statistics.fmean(made["others"]) if made["others"] else math.nan
+    steps = len(made["beside"]) + len(made["others"])
     report = loop.manager.last_report
     assert report is not None
     loop.manager.close()
     return {
         "auto_every": report.interval_steps or 0,
+        "auto_slowdown": cost_of_save(made, step, 1)["cost_secs"] / (steps * step),
         "idle_call_secs": statistics.median(idle),
         "second_call_secs": statistics.median(again),
         "empty_call_secs": statistics.median(empty),
@@ -403,9 +412,10 @@ def _present_ratios(results: Results, cores: str) -> None:
         calls = ("idle_call_secs", "second_call_secs", "empty_call_secs")
         idle, second, empty = (case.text(key, "{:.1f}", 1e6) for key in calls)
         print(
-            f"  {cores}: interval='auto' came to every {case.text('auto_every', '{:.0f}')} steps;"
-            f" a call that does not save takes {idle} us, {second} at once again; an empty"
-            f" function takes {empty} at its place"
+            f"  {cores}: interval='auto' came to every {case.text('auto_every', '{:.0f}')} steps"
+            f" with a slowdown of {case.text('auto_slowdown', '{:.1f}', 100)} %; a call"
+            f" that does not save takes {idle} us, {second} at once again; an empty function takes"
+            f" {empty} at its place"
         )
 
 

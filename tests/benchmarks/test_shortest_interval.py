@@ -60,7 +60,11 @@ def test_a_table_says_how_many_times_shorter_ours_is(
         case = results.Measured(label=label, group=script.CORES[0], params={})
         seconds = {"cost_secs": 0.05, "noise_secs": noise}
         if system == "cnr":
-            seconds |= {"auto_every": 30, "idle_call_secs": 1e-5}
+            seconds |= {
+                "auto_every": 30,
+                "auto_slowdown": 0.031,
+                "idle_call_secs": 1e-5,
+            }
             seconds |= {"second_call_secs": 5e-6, "empty_call_secs": 1e-6}
         case.runs.update({n: {"every": every + n, **seconds} for n in range(3)})
         found.append(case)
@@ -74,5 +78,5 @@ def test_a_table_says_how_many_times_shorter_ours_is(
         assert text in said
     assert ("not measured" if noise > 0.025 else "kept") in said
     assert "MISSED" not in said
-    assert "came to every 30 (30-30) steps" in said
+    assert "came to every 30 (30-30) steps with a slowdown of 3.1 (3.1-3.1) %" in said
     assert "takes 10.0 (10.0-10.0) us" in said
