@@ -19,15 +19,14 @@ from cnr_jax.checkpointer.saving.interval import Interval
 from cnr_jax.errors import OptionError, SaveError
 from cnr_jax.goodput.measured import MeasuredSave, Trained
 from cnr_jax.goodput.measurements import Measurements
-from cnr_jax.goodput.pacing import SaveCost, best_interval, cost_of_saves
+from cnr_jax.goodput.pacing import KindCost, SaveCost, best_interval, cost_of_saves
 
 COST = SaveCost(
     step_secs=0.01,
     slow_secs=0.012,
-    blocking_secs=0.02,
     lost=0.0,
-    beside_secs=0.1,
-    durable_secs=((1.0, 0.1),),
+    kinds=(KindCost(share=1.0, blocking_secs=0.02, flight_secs=0.1),),
+    longest_secs=0.12,
 )
 
 
@@ -54,13 +53,13 @@ def test_the_interval_is_the_shortest_within_the_budget() -> None:
     assert settled(slowdown=0.3, in_flight=2) == 7
     assert settled(cost(lost=0.105)) == 102  # 10.5 ms more
     # Beside saves all the time: a tenth of the time of steps is more than the budget allows.
-    slow = cost(lost=0.1, beside_secs=5.0, durable_secs=((1.0, 5.0),))
+    slow = cost(lost=0.1, kinds=(KindCost(1.0, 0.02, 5.0),))
     assert (
         settled(slow, slowdown=0.2, in_flight=50) == 23
     )  # 20 ms of 23 steps, and 1 / 9
     assert settled(slow, slowdown=0.05, in_flight=50, now=2000) == 1040
     # Training waits for a full save now and then.
-    fulls = cost(durable_secs=((0.9, 0.1), (0.1, 3.0)))
+    fulls = cost(kinds=(KindCost(0.9, 0.02, 0.1), KindCost(0.1, 0.02, 3.0)))
     assert settled(fulls, now=2000) == 247
     assert fulls.slowdown(247, 1) <= 0.03 < fulls.slowdown(246, 1)
 
@@ -105,6 +104,17 @@ def saves(count: int, **fields: Any) -> list[MeasuredSave]:
     return [dataclasses.replace(found[0], kind="full", blocking_secs=9.0), *found[1:]]
 
 
+def flights(found: list[MeasuredSave]) -> dict[str, Any]:
+    """Seconds that saves are in flight, by kind."""
+    known = cost_of_saves(found)
+    assert known is not None
+    kinds = sorted({save.kind for save in found})
+    return {
+        kind: pytest.approx(each.flight_secs)
+        for kind, each in zip(kinds, known.kinds, strict=True)
+    }
+
+
 def test_costs_are_means_of_each_kind() -> None:
     assert cost_of_saves([]) is None
     assert cost_of_saves(saves(9, trained=())) is None
@@ -127,20 +137,27 @@ def test_costs_are_means_of_each_kind() -> None:
 
 def test_steps_beside_a_save_count_until_it_is_over() -> None:
     alone, beside = Trained(90, 90 * 0.03, 0.0), Trained(5, 5 * 0.05, 5 * 0.05)
-    cut = saves(40, trained=(beside, alone))  # durable in 0.1 s, and over in 0.25
+    cut = [  # durable in 0.1 s, and over in 0.25
+        dataclasses.replace(save, step=95 * number, kind="delta")
+        for number, save in enumerate(saves(40, trained=(beside, alone)))
+    ]
     found = cost_of_saves(cut)
     assert found is not None and found.step_secs == pytest.approx(0.03)
-    assert found.contention_secs == pytest.approx(5 * (0.05 - 0.03))
-    # Full ones take longer, whatever follows them.
-    cut[20::4] = [dataclasses.replace(save, kind="full") for save in cut[20::4]]
-    full = (Trained(20, 20 * 0.05, 20 * 0.05), alone)
-    cut[21::4] = [dataclasses.replace(save, trained=full) for save in cut[21::4]]
-    mixed = cost_of_saves(cut)
-    assert mixed is not None
-    assert mixed.contention_secs == pytest.approx((24 * 5 + 5 * 20) / 29 * 0.02)
-    # Where one is always in flight, the time until it is durable tells.
-    always = cost_of_saves(saves(40, durable_secs=0.7))
-    assert always is not None and always.beside_secs == pytest.approx(0.7)
+    assert found.contention_secs == pytest.approx(0.4 * (29 * 0.25 + 0.1) / 30)
+    # Of the last of all it is known until when it was durable. Full ones take longer, whatever
+    # follows them.
+    full = (Trained(20, 20 * 0.05, 20 * 0.05), Trained(75, 75 * 0.03, 0.0))
+    for number in range(20, 40, 4):
+        cut[number] = dataclasses.replace(cut[number], kind="full", durable_secs=0.4)
+        cut[number + 1] = dataclasses.replace(cut[number + 1], trained=full)
+    assert flights(cut) == {"delta": (24 * 0.25 + 0.1) / 25, "full": 1.0}
+    # One that was not over when the next began was not seen to its end.
+    whole = (Trained(95, 95 * 0.05, 95 * 0.05),)
+    cut[21] = dataclasses.replace(cut[21], trained=whole)
+    assert flights(cut)["full"] == pytest.approx((4 * 1.0 + 0.4) / 5)
+    # A save in between that failed was over at a time that nobody knows.
+    del cut[29]
+    assert flights(cut)["full"] == pytest.approx((3 * 1.0 + 2 * 0.4) / 5)
 
 
 def test_a_save_is_due_so_many_steps_after_the_one_before() -> None:

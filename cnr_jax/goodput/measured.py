@@ -123,7 +123,6 @@ def measured_profile(
     if told < ENOUGH - 1 or not trained:
         return None
     pace, lost = pace_of_trained(trained)
-    lost = min(lost * beside_durable(saves), _MOST_LOST)
     blocked = [save for save in saves if save.blocking_secs is not None]
     later = [save for save in blocked if save.trained]
     if len(later) >= ENOUGH:
@@ -178,23 +177,6 @@ def pace_of_trained(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
     lost = -slope / float(np.median(pace - slope * part))
     lost = min(max(0.0, lost), _MOST_LOST)
     return (secs - lost * beside) / steps, lost
-
-
-def beside_durable(saves: Sequence[MeasuredSave]) -> float:
-    """How many times as long training is beside a save as that takes until it is durable.
-
-    It is 1 at least. After a save is durable, it removes old steps, and the train step in which it
-    ends is longer too. Saves tell that nothing else was in flight with.
-    """
-    told = [
-        (save.durable_secs, sum(each.beside_secs for each in following.trained))
-        for save, following in itertools.pairwise(saves)
-        if save.durable_secs and following.trained and save.in_flight <= 1
-    ]
-    if not told:
-        return 1.0
-    durable, beside = map(capped_mean, zip(*told, strict=True))
-    return max(1.0, beside / durable)
 
 
 def _durable(saves: Sequence[MeasuredSave]) -> Seconds:
@@ -274,24 +256,23 @@ def _seconds(
     )
 
 
-def capped_mean(
-    values: Iterable[float], usual: np.ndarray | float | None = None
-) -> float:
-    """Mean of values, in which those of more than ten times the usual count as that; 0 of none.
+def capped_mean(values: Iterable[float], usual: np.ndarray | None = None) -> float:
+    """Mean of values; one of more than ten times the usual counts as that. 0 of none.
 
-    A machine that stood still for a minute does not decide. If most values are 0, what a tenth of
-    them exceeds is usual.
+    So a machine that stood still for a minute does not decide. Values that a tenth of all exceed
+    count in full: where most saves take no time, those that do are not rare.
 
     Args:
         values: values.
-        usual: what is usual for each of them, or for all; None: their median.
+        usual: what is usual for each of them; None: their median.
     """
     y = np.array([*values], float)
     if not len(y):
         return 0.0
-    if usual is None:
-        usual = float(np.median(y))
-    most = np.maximum(_RARE * usual, np.quantile(y, 0.9, method="lower"))
+    most = np.maximum(
+        _RARE * (np.median(y) if usual is None else usual),
+        np.quantile(y, 0.9, method="lower"),
+    )
     return float(np.minimum(y, most).mean())
 
 

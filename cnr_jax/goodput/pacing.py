@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from cnr_jax.goodput.measured import (
-    MeasuredSave,
-    beside_durable,
-    capped_mean,
-    pace_of_trained,
-)
+from cnr_jax.goodput.measured import MeasuredSave, capped_mean, pace_of_trained
 from cnr_jax.goodput.profile import ENOUGH
 
 # The newest saves tell what saves take now.
@@ -21,8 +17,22 @@ _SAVES = 30
 # below a limit. The last is the largest by which an interval changes at once.
 _SHORTER, _LONGER, _ROOM, _GROWTH = 0.8, 1.05, 0.8, 4
 _LONGEST = 10_000_000
-# Quantile of the seconds of steps that counts as the longest, where time is limited.
+# Quantile that counts as the longest time of a step or of a save, where time is limited.
 _SLOW = 0.9
+
+
+class KindCost(NamedTuple):
+    """What saves of one kind cost.
+
+    Attributes:
+        share: their share of all saves.
+        blocking_secs: seconds for which one holds training up.
+        flight_secs: seconds from then until it is over: it is durable, and has removed old steps.
+    """
+
+    share: float
+    blocking_secs: float
+    flight_secs: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,31 +41,28 @@ class SaveCost:
 
     Attributes:
         step_secs: seconds of a train step beside no save.
-        slow_secs: seconds that one train step in ten exceeds.
-        blocking_secs: seconds for which a save holds training up, on average.
-        lost: share of its time that a step loses beside a save.
-        beside_secs: seconds that training spends beside a save, on average, if that is over when
-            the next one begins. They end with the step in which a save ends and removes old ones.
-        durable_secs: for each kind of save its share of all saves, and the seconds from the end of
-            its blocking part until it is durable.
+        slow_secs: seconds of a train step, in the slowest tenth of the measurements.
+        lost: share of its time that a train step loses beside a save.
+        kinds: what saves of each kind cost.
+        longest_secs: seconds from the call of a save until it is durable, of the kind that takes
+            longest, and in the slowest tenth of that kind.
     """
 
     step_secs: float
     slow_secs: float
-    blocking_secs: float
     lost: float
-    beside_secs: float
-    durable_secs: tuple[tuple[float, float], ...]
+    kinds: tuple[KindCost, ...]
+    longest_secs: float
+
+    @property
+    def blocking_secs(self) -> float:
+        """Seconds for which a save holds training up, on average."""
+        return sum(kind.share * kind.blocking_secs for kind in self.kinds)
 
     @property
     def contention_secs(self) -> float:
         """Seconds that training loses beside a save, if it is over when the next one begins."""
-        return self.lost * self.beside_secs
-
-    @property
-    def longest_secs(self) -> float:
-        """Seconds from the call of a save until it is durable, for the kind that takes longest."""
-        return self.blocking_secs + max(secs for _, secs in self.durable_secs)
+        return self.lost * sum(kind.share * kind.flight_secs for kind in self.kinds)
 
     def slowdown(self, every: int, in_flight: int) -> float:
         """Share by which training takes longer with a save every so many steps.
@@ -66,9 +73,12 @@ class SaveCost:
         """
         train = every * self.step_secs
         beside = min(self.contention_secs, self.lost / (1 - self.lost) * train)
+        # A slow save among quick ones makes one save wait. Of slow ones in a row, one in so many
+        # as may be in flight waits.
         waits = sum(
-            share * max(secs - in_flight * train, 0.0)
-            for share, secs in self.durable_secs
+            min(kind.share, 1 / in_flight)
+            * max(kind.flight_secs - in_flight * (train + beside), 0.0)
+            for kind in self.kinds
         )
         return (self.blocking_secs + beside + waits) / train
 
@@ -76,8 +86,8 @@ class SaveCost:
 def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     """Cost of saves; None if it is not known yet.
 
-    What training waits for is a mean of each kind, as it adds up. Saves that timed no train steps
-    are left out of it: the first save of a program compiles.
+    What saves of a kind cost is a mean, as it adds up. What training waited for counts in saves
+    that timed train steps, if there are any: the first save of a program compiles.
     """
     recent = [save for save in saves[-_SAVES:] if save.durable_secs is not None]
     trained = [each for save in recent for each in save.trained if each.secs > 0]
@@ -86,22 +96,46 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     pace, lost = pace_of_trained(trained)
     if len(trained) < ENOUGH:
         pace, lost = np.array([each.secs / each.steps for each in trained]), 0.0
-    blocking, durable = 0.0, list[tuple[float, float]]()
+    flights = [*map(_flight_secs, recent, [*recent[1:], None])]
+    costs, longest = list[KindCost](), 0.0
     for kind in sorted({save.kind for save in recent}):
         same = [save for save in recent if save.kind == kind]
-        share = len(same) / len(recent)
         later = [save for save in same if save.trained] or same
-        blocking += share * capped_mean(save.blocking_secs or 0.0 for save in later)
-        secs = float(np.median([save.durable_secs or 0.0 for save in same]))
-        durable.append((share, secs))
+        costs.append(
+            KindCost(
+                len(same) / len(recent),
+                capped_mean(save.blocking_secs or 0.0 for save in later),
+                capped_mean(
+                    secs
+                    for save, secs in zip(recent, flights, strict=True)
+                    if save.kind == kind
+                ),
+            )
+        )
+        until = [(s.blocking_secs or 0.0) + (s.durable_secs or 0.0) for s in later]
+        longest = max(longest, float(np.quantile(until, _SLOW)))
     return SaveCost(
         step_secs=float(np.median(pace)),
         slow_secs=float(np.quantile([t.secs / t.steps for t in trained], _SLOW)),
-        blocking_secs=blocking,
         lost=lost,
-        beside_secs=beside_durable(recent) * sum(s * secs for s, secs in durable),
-        durable_secs=tuple(durable),
+        kinds=tuple(costs),
+        longest_secs=longest,
     )
+
+
+def _flight_secs(save: MeasuredSave, following: MeasuredSave | None) -> float:
+    """Seconds from the end of a save's blocking part until it was over, or else until durable.
+
+    The next save tells, if it is the very next, and began when this one was over.
+    """
+    durable = save.durable_secs or 0.0
+    if following is None:
+        return durable
+    beside = sum(each.beside_secs for each in following.trained)
+    steps = sum(each.steps for each in following.trained)
+    is_next = steps == following.step - save.step
+    was_over = beside < sum(each.secs for each in following.trained)
+    return max(durable, beside) if is_next and was_over else durable
 
 
 def lost_limit(cost: SaveCost, max_lost_secs: float) -> float:

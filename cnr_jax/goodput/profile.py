@@ -88,8 +88,7 @@ class Profile:
         changed_bytes: bytes of the rows that one train step changes.
         exponent: exponent of growth: n steps change rows of `changed_bytes * n ** exponent` bytes.
             It is below 1 if steps look up the same rows.
-        contention: share by which a train step is slower while a save is being written. What it
-            loses after that, until old steps are removed, counts as if it were lost then.
+        contention: share by which a train step is slower while a save is being written.
         in_flight: factors by which a write takes longer if 1, 2, ... are in flight. With more in
             flight the factor grows with their number, as if bandwidth were the limit.
         plain_write: as `write`, for plain full saves, which are not encoded; None: as for saves of

@@ -317,6 +317,19 @@ def cost_of_save(
     return {**found, "cost_secs": sum(parts[:2]), "step_secs": step_secs}
 
 
+def slowdown_of(made: dict[str, list[float]]) -> float:
+    """Share by which training took longer than its steps beside no save; NaN if there were none.
+
+    Args:
+        made: what `Loop.saves` returns, of all saves together.
+    """
+    if not made["others"]:
+        return math.nan
+    step = statistics.fmean(made["others"])
+    steps = len(made["beside"]) + len(made["others"])
+    return cost_of_save(made, step, 1)["cost_secs"] / (steps * step)
+
+
 def decided(data: Any, root: Path, secs: float) -> Figures:
     """What a run of ours comes to that decides itself, and its calls that do not save."""
     loop = Loop("cnr", data, root, interval="auto", slowdown=SLOWDOWN)
@@ -334,26 +347,24 @@ def decided(data: Any, root: Path, secs: float) -> Figures:
     begun, left = time.perf_counter(), 0
     while (now := time.perf_counter()) < begun + secs or len(idle) < FEW:
         left = AFTER if loop.manager.is_saving_in_progress() else left - 1
-        step = loop.train()
+        trained = loop.train()
         plain = len(empty) < len(idle)
         if plain:
             empty.append(timed(nothing)[1])
         has_saved, took = timed(loop.manager.save)
         if now > begun + secs / 3:  # before, it learns
-            made["beside" if left >= 0 else "others"].append(step)
+            made["beside" if left >= 0 else "others"].append(trained)
             made["calls"] += [took] * has_saved
         if not (plain or has_saved):
             idle.append(took)
             again.append(timed(loop.manager.save)[1])
     loop.manager.wait_until_finished()
-    step = statistics.fmean(made["others"]) if made["others"] else math.nan
-    steps = len(made["beside"]) + len(made["others"])
     report = loop.manager.last_report
     assert report is not None
     loop.manager.close()
     return {
         "auto_every": report.interval_steps or 0,
-        "auto_slowdown": cost_of_save(made, step, 1)["cost_secs"] / (steps * step),
+        "auto_slowdown": slowdown_of(made),
         "idle_call_secs": statistics.median(idle),
         "second_call_secs": statistics.median(again),
         "empty_call_secs": statistics.median(empty),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ def test_a_save_takes_what_its_window_takes_longer(benchmarks: Any) -> None:
     assert found["rest_secs"] == pytest.approx(0.02)
     assert found["cost_secs"] == pytest.approx(0.04)
     assert script.interval_of(found, 0.01) == 134
+    # The same from the steps between the saves of one run.
+    assert script.slowdown_of(made) == pytest.approx(0.04 / 0.28)
+    assert math.isnan(script.slowdown_of({**made, "others": []}))
     # Steps that are faster beside saves are noise.
     noise = script.cost_of_save({**made, "beside": [0.001] * 10}, 0.01, saves=2)
     assert noise["cost_secs"] < 0 and script.interval_of(noise, 0.011) == 91

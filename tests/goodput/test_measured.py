@@ -56,16 +56,9 @@ def found(saves: list[MeasuredSave], **given: Any) -> Profile:
 
 
 def test_steps_beside_a_save_and_without_one_are_told_apart() -> None:
-    beside = 4 * STEP_SECS / (1 - LOST)
-    profile = found([save_of(n, durable_secs=beside) for n in range(20)])
-    assert profile.contention == pytest.approx(LOST / (1 - LOST))
-    # What steps lose until a save is over is lost until it is durable, which is sooner.
-    sooner = found([save_of(n, durable_secs=beside / 2) for n in range(20)])
-    assert sooner.contention == pytest.approx(2 * LOST / (1 - 2 * LOST))
-    shortly = found([save_of(n, durable_secs=beside / 50) for n in range(20)])
-    assert shortly.contention == pytest.approx(9)  # as much as is believed
     profile = found([save_of(n) for n in range(20)])
     assert profile.step.fixed == pytest.approx(STEP_SECS)
+    assert profile.contention == pytest.approx(LOST / (1 - LOST))
     assert profile.step.samples == 19
     for line, fixed, per_byte in (
         (profile.blocking, 0.001, 1e-10),
@@ -82,7 +75,7 @@ def test_seconds_between_saves_tell_it_too_if_saves_take_other_times() -> None:
     for number, beside in enumerate(itertools.islice(itertools.cycle((1, 3, 7)), 20)):
         secs = 10 * STEP_SECS + LOST * beside * STEP_SECS
         trained = (Trained(10, secs, beside * STEP_SECS),)
-        saves.append(save_of(number, trained=trained, durable_secs=0.2))
+        saves.append(save_of(number, trained=trained))
     profile = found(saves)
     assert profile.step.fixed == pytest.approx(STEP_SECS)
     assert profile.contention == pytest.approx(LOST / (1 - LOST))
