@@ -45,7 +45,8 @@ class SaveReport:
             has merged; not among the bytes above. 0 for a save without one.
         state_bytes: bytes of tables, slots and dense leaves in memory, which a plain full save
             would write.
-        blocking_secs: seconds that training waited, on this process.
+        blocking_secs: seconds that training waited, on this process. They begin once the save may:
+            a wait for earlier saves is over by then.
         fingerprint_secs: part of `blocking_secs`: hashing rows. With fingerprints or audited all
             rows are hashed, in a recorded run some of them.
         find_secs: part of `blocking_secs`: checks, hashes and messages, until the save was decided.

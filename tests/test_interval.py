@@ -131,14 +131,19 @@ def test_costs_are_means_of_each_kind() -> None:
     mean = cost_of_saves(slow)
     assert mean is not None
     assert mean.blocking_secs == pytest.approx((0.2 + 8 * 0.02) / 9)
+    untold = [dataclasses.replace(save, trained=()) for save in saves(11)[1:]]
+    slow = [dataclasses.replace(slow[3], step=0), *untold]
+    most = cost_of_saves(slow)  # most saves timed no steps: all count
+    assert most is not None
+    assert most.blocking_secs == pytest.approx((0.2 + 10 * 0.02) / 11)
     few = cost_of_saves(saves(2))
     assert few is not None and few.lost == 0
 
 
 def test_steps_beside_a_save_count_until_it_is_over() -> None:
     alone, beside = Trained(90, 90 * 0.03, 0.0), Trained(5, 5 * 0.05, 5 * 0.05)
-    cut = [  # durable in 0.1 s, and over in 0.25
-        dataclasses.replace(save, step=95 * number, kind="delta")
+    cut = [  # durable in 0.1 s, and over in 0.23
+        dataclasses.replace(save, step=95 * number, kind="delta", before_secs=0.23)
         for number, save in enumerate(saves(40, trained=(beside, alone)))
     ]
     found = cost_of_saves(cut)
@@ -147,17 +152,26 @@ def test_steps_beside_a_save_count_until_it_is_over() -> None:
     # Of the last of all it is known until when it was durable. Full ones take longer, whatever
     # follows them.
     full = (Trained(20, 20 * 0.05, 20 * 0.05), Trained(75, 75 * 0.03, 0.0))
+    follows = {"trained": full, "before_secs": 0.99}
     for number in range(20, 40, 4):
         cut[number] = dataclasses.replace(cut[number], kind="full", durable_secs=0.4)
-        cut[number + 1] = dataclasses.replace(cut[number + 1], trained=full)
+        cut[number + 1] = dataclasses.replace(cut[number + 1], **follows)
     assert flights(cut) == {"delta": (24 * 0.25 + 0.1) / 25, "full": 1.0}
     # One that was not over when the next began was not seen to its end.
-    whole = (Trained(95, 95 * 0.05, 95 * 0.05),)
-    cut[21] = dataclasses.replace(cut[21], trained=whole)
+    cut[21] = dataclasses.replace(cut[21], before_secs=None)
     assert flights(cut)["full"] == pytest.approx((4 * 1.0 + 0.4) / 5)
     # A save in between that failed was over at a time that nobody knows.
     del cut[29]
     assert flights(cut)["full"] == pytest.approx((3 * 1.0 + 2 * 0.4) / 5)
+    # Evaluations after saves are not of the saves.
+    slow = (Trained(5, 5 * 0.05 + 20.0, 5 * 0.05 + 20.0), alone)
+    cut = [
+        dataclasses.replace(save, trained=slow, kind="delta", step=95 * number)
+        for number, save in enumerate(saves(40, before_secs=0.23))
+    ]
+    known = cost_of_saves(cut)
+    assert known is not None
+    assert known.kinds[0].flight_secs < 0.23 + known.step_secs
 
 
 def test_a_save_is_due_so_many_steps_after_the_one_before() -> None:

@@ -56,6 +56,8 @@ class MeasuredSave:
         in_flight: saves in flight while it was written, itself among them, on average.
         agree_secs: seconds that process 0 waited for each other process; 0 if it is alone.
         trained: train steps between the save before and this one.
+        before_secs: seconds from the end of the blocking part of the save before until that was
+            over: durable, and old steps removed; None: it was not over, or that is not known.
     """
 
     step: int
@@ -69,6 +71,7 @@ class MeasuredSave:
     in_flight: float = 1.0
     agree_secs: float = 0.0
     trained: tuple[Trained, ...] = ()
+    before_secs: float | None = None
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MeasuredSave:
@@ -78,7 +81,7 @@ class MeasuredSave:
             TypeError, ValueError: if it is something else.
         """
         trained = tuple(Trained(*each) for each in document["trained"])
-        unknown = {"parent", "blocking_secs", "durable_secs"}
+        unknown = {"parent", "blocking_secs", "durable_secs", "before_secs"}
         numbers = [
             value
             for key, value in document.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -86,8 +87,8 @@ class SaveCost:
 def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     """Cost of saves; None if it is not known yet.
 
-    What saves of a kind cost is a mean, as it adds up. What training waited for counts in saves
-    that timed train steps, if there are any: the first save of a program compiles.
+    What saves of a kind cost is a mean, as it adds up. Saves that timed no train steps do not
+    count in what training waits for, if they are few: the first save of a program compiles.
     """
     recent = [save for save in saves[-_SAVES:] if save.durable_secs is not None]
     trained = [each for save in recent for each in save.trained if each.secs > 0]
@@ -96,11 +97,16 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     pace, lost = pace_of_trained(trained)
     if len(trained) < ENOUGH:
         pace, lost = np.array([each.secs / each.steps for each in trained]), 0.0
-    flights = [*map(_flight_secs, recent, [*recent[1:], None])]
+    step_secs = float(np.median(pace))
+    flights = [
+        _flight_secs(save, following, step_secs)
+        for save, following in itertools.zip_longest(recent, recent[1:])
+    ]
     costs, longest = list[KindCost](), 0.0
     for kind in sorted({save.kind for save in recent}):
         same = [save for save in recent if save.kind == kind]
-        later = [save for save in same if save.trained] or same
+        later = [save for save in same if save.trained]
+        later = later if 2 * len(later) >= len(same) else same
         costs.append(
             KindCost(
                 len(same) / len(recent),
@@ -115,7 +121,7 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
         until = [(s.blocking_secs or 0.0) + (s.durable_secs or 0.0) for s in later]
         longest = max(longest, float(np.quantile(until, _SLOW)))
     return SaveCost(
-        step_secs=float(np.median(pace)),
+        step_secs=step_secs,
         slow_secs=float(np.quantile([t.secs / t.steps for t in trained], _SLOW)),
         lost=lost,
         kinds=tuple(costs),
@@ -123,19 +129,22 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     )
 
 
-def _flight_secs(save: MeasuredSave, following: MeasuredSave | None) -> float:
+def _flight_secs(
+    save: MeasuredSave, following: MeasuredSave | None, step_secs: float
+) -> float:
     """Seconds from the end of a save's blocking part until it was over, or else until durable.
 
-    The next save tells, if it is the very next, and began when this one was over.
+    The next save knows. They end with the train step in which the save was over, as what that step
+    lost is counted whole; but a step does not count that took long for another reason, such as an
+    evaluation after each save.
     """
     durable = save.durable_secs or 0.0
-    if following is None:
+    if following is None or following.before_secs is None:
         return durable
+    if sum(each.steps for each in following.trained) != following.step - save.step:
+        return durable  # one between them failed, and was not measured
     beside = sum(each.beside_secs for each in following.trained)
-    steps = sum(each.steps for each in following.trained)
-    is_next = steps == following.step - save.step
-    was_over = beside < sum(each.secs for each in following.trained)
-    return max(durable, beside) if is_next and was_over else durable
+    return max(durable, min(beside, following.before_secs + step_secs))
 
 
 def lost_limit(cost: SaveCost, max_lost_secs: float) -> float:

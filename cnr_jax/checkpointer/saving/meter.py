@@ -96,6 +96,8 @@ class Meter:
         """Notes a save that is decided, before anything of it is written."""
         others = sum(each is not save for each in self._flying())
         save.trained, save.at_once = self._trained(save, others > 0), others + 1
+        if save.trained and self._since and not others:
+            save.before_secs = max(self._over_at - self._since[1], 0.0)
 
     def returns(self, save: SaveInFlight) -> None:
         """Notes that a save lets training go on."""
@@ -166,6 +168,7 @@ class Meter:
             in_flight=save.at_once,
             agree_secs=save.agree_secs,
             trained=save.trained,
+            before_secs=save.before_secs,
         )
         self._note(found.with_save(measured))
         self._learn(self.found)
