@@ -11,6 +11,8 @@ step, over the time of the run.
 * **grid**: every interval with every number of saves in flight, under two rates of failure.
 * **advice**: one run without failures is measured, as any run is; `cnr.advise` takes its profile.
   What it advises is run like the grid, and held against the best of that.
+* **luck**: one trace has a few failures, and a plan whose saves come just before them does well. So
+  the advice is held against the grid once more, in simulations of many traces of each rate.
 * **simulator**: `simulate_job` plays each plan of the grid, and three plans more under two other
   traces, with the same profile. What it says is held against the runs.
 
@@ -33,7 +35,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from scaled_program import FIRST_SAVE_SECS, STEP, Programs
 import cnr_jax as cnr
 from cnr_jax.goodput import (
     Failures,
+    Plan,
     Profile,
     plan_of,
     read_failures,
@@ -61,6 +64,8 @@ RESTARTS = 5
 BELOW, OFF = 0.03, 0.05
 # An advice that may cost what it likes, as a plan of the grid may.
 BUDGET = 0.99
+# Simulated traces of each rate.
+TRACES = 100
 OTHERS = ((12, 1), (12, 3), (36, 2))
 
 
@@ -201,6 +206,8 @@ def main() -> None:
                 if any(text in name for text in args.only):
                     runs.real(f"{name}, run {repeat}", **given)
     print(present(runs.found, profile, plays, secs))
+    if not args.quick:
+        print(*luck(profile, secs), sep="\n")
 
 
 def plans(
@@ -234,6 +241,35 @@ def advised(profile: Profile, trace: Failures) -> cnr.Advice:
     found = cnr.advise(profile, trace, job_hours=trace.secs / 3600, budget=BUDGET)
     assert found is not None
     return found
+
+
+def luck(profile: Profile, secs: float, count: int = TRACES) -> Iterator[str]:
+    """Yields what advice and grid come to over many simulated traces, for each rate."""
+    policy = scaled_program.policy_of(POLICY)
+    grid = [plan_of(profile, n, policy, at) for n in INTERVALS for at in IN_FLIGHT]
+    for name, trace in list(traces(secs, None).items())[: len(MTBF_SECS)]:
+        best = advised(profile, trace).best
+        own = plan_of(profile, best.every, best.policy, best.in_flight)
+        mtbf_secs = float(name.split()[1])
+        many = list[Failures]()
+        for number in range(count):  # hours are seconds here, too
+            drawn = Failures.drawn(
+                hours=secs, node_mtbf_hours=mtbf_secs, seed=100 + number
+            )
+            up = tuple((begin / 3600, end / 3600) for begin, end in drawn.up)
+            many.append(Failures(name, up, secs, 1))
+
+        def mean(plan: Plan, many: list[Failures] = many) -> float:
+            return statistics.fmean(
+                simulate_job(profile, each, plan).goodput for each in many
+            )
+
+        most = max(grid, key=mean)
+        yield (
+            f"       luck, {name}: over {count} simulated traces the advice has"
+            f" {100 * mean(own):.1f} % of goodput, and the best of the grid"
+            f" {100 * mean(most):.1f}, every {most.every} with {most.in_flight} in flight"
+        )
 
 
 def present(

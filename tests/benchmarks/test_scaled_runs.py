@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,9 @@ def test_marks_hold_the_advice_against_the_best_and_the_simulator_against_the_ru
     # Restarts of the runs themselves, not of the profile, are what the simulator is given.
     slow = dataclasses.replace(profile, restart_secs=5.0)
     assert script.present(found, slow, plays, 30.0).count("kept   simulator") == 4
+    # Of many traces, the luck of one is no part.
+    lines = [*script.luck(profile, 30.0, count=40)]
+    assert len(lines) == len(script.MTBF_SECS)
+    for line in lines:
+        ours, best = map(float, re.findall(r"\d+\.\d", line))
+        assert best - 1 < ours < 100
