@@ -163,6 +163,10 @@ def test_steps_beside_a_save_count_until_it_is_over() -> None:
     # A save in between that failed was over at a time that nobody knows.
     del cut[29]
     assert flights(cut)["full"] == pytest.approx((3 * 1.0 + 2 * 0.4) / 5)
+    # The next save waits for this one, though it is durable: removals take their time.
+    waits = saves(40, trained=(Trained(10, 0.3, 0.3),), before_secs=2.0)
+    found = cost_of_saves([dataclasses.replace(save, kind="delta") for save in waits])
+    assert found is not None and found.slowdown(10, 1) > 5
     # Evaluations after saves are not of the saves.
     slow = (Trained(5, 5 * 0.05 + 20.0, 5 * 0.05 + 20.0), alone)
     cut = [

@@ -136,7 +136,7 @@ def _flight_secs(
 
     The next save knows. They end with the train step in which the save was over, as what that step
     lost is counted whole; but a step does not count that took long for another reason, such as an
-    evaluation after each save.
+    evaluation after each save. If the next save waited for this one, no step was beside its end.
     """
     durable = save.durable_secs or 0.0
     if following is None or following.before_secs is None:
@@ -144,7 +144,8 @@ def _flight_secs(
     if sum(each.steps for each in following.trained) != following.step - save.step:
         return durable  # one between them failed, and was not measured
     beside = sum(each.beside_secs for each in following.trained)
-    return max(durable, min(beside, following.before_secs + step_secs))
+    over = following.before_secs
+    return max(durable, over, min(beside, over + step_secs))
 
 
 def lost_limit(cost: SaveCost, max_lost_secs: float) -> float:
