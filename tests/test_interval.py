@@ -178,6 +178,36 @@ def test_steps_beside_a_save_count_until_it_is_over() -> None:
     assert known.kinds[0].flight_secs < 0.23 + known.step_secs
 
 
+def test_of_slow_saves_in_a_row_one_in_as_many_as_fly_waits() -> None:
+    slow = cost(kinds=(KindCost(1.0, 0.02, 5.0),))
+    assert slow.slowdown(100, 1) == pytest.approx(0.02 + 5.0 - 1.0)
+    assert slow.slowdown(100, 2) == pytest.approx(0.02 + (5.0 - 2.0) / 2)
+    # Steps beside it take twice as long, and the wait is shorter by that.
+    busy = cost(lost=0.5, kinds=(KindCost(1.0, 0.02, 5.0),))
+    assert busy.slowdown(100, 1) == pytest.approx(0.02 + 1.0 + (5.0 - 2.0))
+
+
+def test_the_longest_save_is_one_of_the_slowest_tenth_with_its_call() -> None:
+    found = [
+        dataclasses.replace(save, kind="delta", durable_secs=0.1 * (1 + number % 10))
+        for number, save in enumerate(saves(41)[1:])
+    ]
+    known = cost_of_saves(found)
+    assert known is not None and 0.92 <= known.longest_secs <= 1.02
+
+
+def test_only_the_very_next_save_tells_how_long_one_was_in_flight() -> None:
+    parts = (Trained(20, 1.0, 1.0), Trained(75, 75 * 0.03, 0.0))
+    found = [
+        dataclasses.replace(save, step=95 * n, kind="delta", trained=parts)
+        for n, save in enumerate(saves(20, before_secs=0.99))
+    ]
+    whole = [1.0] * 19 + [0.1]
+    assert flights(found) == {"delta": sum(whole) / 20}
+    del found[10]
+    assert flights(found) == {"delta": (17 * 1.0 + 2 * 0.1) / 19}
+
+
 def test_a_save_is_due_so_many_steps_after_the_one_before() -> None:
     counted = Interval(cnr.Options(interval="auto"))
     assert counted.is_due(7) and not counted.goes_on(7)
