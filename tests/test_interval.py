@@ -25,7 +25,7 @@ COST = SaveCost(
     step_secs=0.01,
     slow_secs=0.012,
     lost=0.0,
-    kinds=(KindCost(share=1.0, blocking_secs=0.02, flight_secs=0.1),),
+    kinds=(KindCost(share=1.0, blocking_secs=0.02, flight_secs=(0.1,)),),
     longest_secs=0.12,
 )
 
@@ -53,13 +53,13 @@ def test_the_interval_is_the_shortest_within_the_budget() -> None:
     assert settled(slowdown=0.3, in_flight=2) == 7
     assert settled(cost(lost=0.105)) == 102  # 10.5 ms more
     # Beside saves all the time: a tenth of the time of steps is more than the budget allows.
-    slow = cost(lost=0.1, kinds=(KindCost(1.0, 0.02, 5.0),))
+    slow = cost(lost=0.1, kinds=(KindCost(1.0, 0.02, (5.0,)),))
     assert (
         settled(slow, slowdown=0.2, in_flight=50) == 23
     )  # 20 ms of 23 steps, and 1 / 9
     assert settled(slow, slowdown=0.05, in_flight=50, now=2000) == 1040
     # Training waits for a full save now and then.
-    fulls = cost(kinds=(KindCost(0.9, 0.02, 0.1), KindCost(0.1, 0.02, 3.0)))
+    fulls = cost(kinds=(KindCost(0.9, 0.02, (0.1,)), KindCost(0.1, 0.02, (3.0,))))
     assert settled(fulls, now=2000) == 247
     assert fulls.slowdown(247, 1) <= 0.03 < fulls.slowdown(246, 1)
 
@@ -110,7 +110,7 @@ def flights(found: list[MeasuredSave]) -> dict[str, Any]:
     assert known is not None
     kinds = sorted({save.kind for save in found})
     return {
-        kind: pytest.approx(each.flight_secs)
+        kind: pytest.approx(each.mean_flight_secs)
         for kind, each in zip(kinds, known.kinds, strict=True)
     }
 
@@ -143,47 +143,49 @@ def test_costs_are_means_of_each_kind() -> None:
 def test_steps_beside_a_save_count_until_it_is_over() -> None:
     alone, beside = Trained(90, 90 * 0.03, 0.0), Trained(5, 5 * 0.05, 5 * 0.05)
     cut = [  # durable in 0.1 s, and over in 0.23
-        dataclasses.replace(save, step=95 * number, kind="delta", before_secs=0.23)
+        dataclasses.replace(save, step=95 * number, kind="delta", over_secs=0.23)
         for number, save in enumerate(saves(40, trained=(beside, alone)))
     ]
     found = cost_of_saves(cut)
     assert found is not None and found.step_secs == pytest.approx(0.03)
-    assert found.contention_secs == pytest.approx(0.4 * (29 * 0.25 + 0.1) / 30)
-    # Of the last of all it is known until when it was durable. Full ones take longer, whatever
-    # follows them.
+    # To the end of a step; of the last of all no step is known.
+    assert found.contention_secs == pytest.approx(0.4 * (29 * 0.25 + 0.23) / 30)
+    cut[-1] = dataclasses.replace(cut[-1], over_secs=None)
+    assert flights(cut)["delta"] == (29 * 0.25 + 0.1) / 30
+    # Full ones take longer, whatever follows them.
     full = (Trained(20, 20 * 0.05, 20 * 0.05), Trained(75, 75 * 0.03, 0.0))
-    follows = {"trained": full, "before_secs": 0.99}
+    slow = {"kind": "full", "durable_secs": 0.4, "over_secs": 0.99}
     for number in range(20, 40, 4):
-        cut[number] = dataclasses.replace(cut[number], kind="full", durable_secs=0.4)
-        cut[number + 1] = dataclasses.replace(cut[number + 1], **follows)
+        cut[number] = dataclasses.replace(cut[number], **slow)
+        cut[number + 1] = dataclasses.replace(cut[number + 1], trained=full)
     assert flights(cut) == {"delta": (24 * 0.25 + 0.1) / 25, "full": 1.0}
-    # One that was not over when the next began was not seen to its end.
-    cut[21] = dataclasses.replace(cut[21], before_secs=None)
+    # Of one whose end nobody knows it is known when it was durable.
+    cut[20] = dataclasses.replace(cut[20], over_secs=None)
     assert flights(cut)["full"] == pytest.approx((4 * 1.0 + 0.4) / 5)
-    # A save in between that failed was over at a time that nobody knows.
+    # After one that failed no step is known either.
     del cut[29]
-    assert flights(cut)["full"] == pytest.approx((3 * 1.0 + 2 * 0.4) / 5)
+    assert flights(cut)["full"] == pytest.approx((3 * 1.0 + 0.99 + 0.4) / 5)
     # The next save waits for this one, though it is durable: removals take their time.
-    waits = saves(40, trained=(Trained(10, 0.3, 0.3),), before_secs=2.0)
+    waits = saves(40, trained=(Trained(10, 0.3, 0.3),), over_secs=2.0)
     found = cost_of_saves([dataclasses.replace(save, kind="delta") for save in waits])
     assert found is not None and found.slowdown(10, 1) > 5
     # Evaluations after saves are not of the saves.
     slow = (Trained(5, 5 * 0.05 + 20.0, 5 * 0.05 + 20.0), alone)
     cut = [
         dataclasses.replace(save, trained=slow, kind="delta", step=95 * number)
-        for number, save in enumerate(saves(40, before_secs=0.23))
+        for number, save in enumerate(saves(40, over_secs=0.23))
     ]
     known = cost_of_saves(cut)
     assert known is not None
-    assert known.kinds[0].flight_secs < 0.23 + known.step_secs
+    assert known.kinds[0].mean_flight_secs < 0.23 + known.step_secs
 
 
 def test_of_slow_saves_in_a_row_one_in_as_many_as_fly_waits() -> None:
-    slow = cost(kinds=(KindCost(1.0, 0.02, 5.0),))
+    slow = cost(kinds=(KindCost(1.0, 0.02, (5.0,)),))
     assert slow.slowdown(100, 1) == pytest.approx(0.02 + 5.0 - 1.0)
     assert slow.slowdown(100, 2) == pytest.approx(0.02 + (5.0 - 2.0) / 2)
     # Steps beside it take twice as long, and the wait is shorter by that.
-    busy = cost(lost=0.5, kinds=(KindCost(1.0, 0.02, 5.0),))
+    busy = cost(lost=0.5, kinds=(KindCost(1.0, 0.02, (5.0,)),))
     assert busy.slowdown(100, 1) == pytest.approx(0.02 + 1.0 + (5.0 - 2.0))
 
 
@@ -196,16 +198,61 @@ def test_the_longest_save_is_one_of_the_slowest_tenth_with_its_call() -> None:
     assert known is not None and 0.92 <= known.longest_secs <= 1.02
 
 
-def test_only_the_very_next_save_tells_how_long_one_was_in_flight() -> None:
+def test_only_the_very_next_save_tells_in_which_step_one_was_over() -> None:
     parts = (Trained(20, 1.0, 1.0), Trained(75, 75 * 0.03, 0.0))
     found = [
         dataclasses.replace(save, step=95 * n, kind="delta", trained=parts)
-        for n, save in enumerate(saves(20, before_secs=0.99))
+        for n, save in enumerate(saves(20, over_secs=0.99))
     ]
-    whole = [1.0] * 19 + [0.1]
+    whole = [1.0] * 19 + [0.99]
     assert flights(found) == {"delta": sum(whole) / 20}
     del found[10]
-    assert flights(found) == {"delta": (17 * 1.0 + 2 * 0.1) / 19}
+    assert flights(found) == {"delta": (17 * 1.0 + 2 * 0.99) / 19}
+
+
+def test_saves_that_vary_make_training_wait_though_most_do_not() -> None:
+    vary = cost(kinds=(KindCost(1.0, 0.02, (0.5, 0.5, 0.5, 2.5)),))
+    assert vary.slowdown(100, 1) == pytest.approx(0.02 + (2.5 - 1.0) / 4)
+    found = saves(40, durable_secs=0.5, trained=(Trained(10, 0.1, 0.1),))
+    found[30] = dataclasses.replace(found[30], durable_secs=60.0)
+    known = cost_of_saves([dataclasses.replace(save, kind="delta") for save in found])
+    assert known is not None
+    assert max(known.kinds[0].flight_secs) == 5.0  # a machine that stood still
+
+
+def test_saves_are_set_apart_where_no_step_is_timed_without_one() -> None:
+    always = Trained(10, 0.3, 0.3)
+    beside = saves(40, trained=(always,), durable_secs=1.1, over_secs=1.5)
+    known = cost_of_saves(beside)
+    assert known is not None and known.lost is None
+    budget: dict[str, Any] = {"slowdown": 0.3, "in_flight": 6}
+    assert known.slowdown(10, 6) < 0.1
+    told = best_interval(known, 10, **budget)
+    assert told is not None and told[0] == 40
+    assert told[1].startswith("to time train steps beside no save: ")
+    # 1.5 s are 50 steps; half of twice as many are alone.
+    assert interval(known, 40, **budget) == 101
+    assert interval(known, 101, **budget) is None
+    # A longer one is not cut short before its steps are timed.
+    assert interval(known, 103, **budget) is None
+    # What may be lost counts more.
+    assert interval(known, 10, max_lost_secs=2.0, **budget) is None
+
+    # One gap tells that steps take a third of the time, ...
+    gap = (Trained(50, 50 * 0.03, 50 * 0.03), Trained(51, 51 * 0.01, 0.0))
+    last = dataclasses.replace(beside[-1], step=501, trained=gap)
+    found = cost_of_saves([*beside[:-1], last])
+    assert found is not None and found.lost == pytest.approx(2 / 3)
+    assert found.step_secs == pytest.approx(0.01)
+    assert found.slowdown(100, 6) == pytest.approx(0.02 + 1.0, rel=0.02)
+    # ... and is remembered for longer than what saves take.
+    more = [dataclasses.replace(save, step=save.step + 600) for save in beside]
+    later = cost_of_saves([*beside[:-1], last, *more])
+    assert later is not None and later.lost == pytest.approx(2 / 3)
+    # Steps that are alone for half of their time, always the same half, tell nothing either, but
+    # they need not be told: the interval may become shorter.
+    half = cost_of_saves(saves(40, trained=(Trained(10, 0.3, 0.15),)))
+    assert half is not None and half.lost == 0
 
 
 def test_a_save_is_due_so_many_steps_after_the_one_before() -> None:

@@ -20,6 +20,9 @@ from cnr_jax.repository.description import aligned
 # Factors between intervals that are tried: over all of them, then around the best.
 _COARSE, _FINE = 1.5, 1.06
 _LONGEST = 10_000_000
+# Storage is to be busy for no larger share of the time, as writes that take a little longer than
+# usual would make saves wait for each other.
+_MOST_BUSY = 0.8
 # Number of draws of the profile and of the failures. The middle four fifths of them are a range.
 _DRAWS, _RANGE = 200, (0.1, 0.5, 0.9)
 # The most failures of a draw: draws of more hardly spread.
@@ -311,7 +314,7 @@ def _plans(
         for maker in [_maker(profile, policy, in_flight)]
     ]
 
-    def worth(each: tuple[Plan, Policy]) -> tuple[float, float]:
+    def worth(each: tuple[Plan, Policy]) -> tuple[float, float, float]:
         return _worth(each[0], profile, failures, budget, notice_secs)
 
     return sorted(found, key=worth, reverse=True)
@@ -351,11 +354,12 @@ def best_plan(
 
 def _worth(
     plan: Plan, profile: Profile, failures: Failures, budget: float, notice_secs: float
-) -> tuple[float, float]:
-    """Key by which plans are compared: first that the budget is kept, then goodput."""
+) -> tuple[float, float, float]:
+    """Key by which plans are compared: that they keep the budget and storage keeps up; goodput."""
     pace = pace_of(plan, profile, failures.nodes)
     goodput = goodput_of(pace, profile, *stretches_of(failures), notice_secs)
-    return -max(pace.slowdown - budget, 0.0), goodput
+    busy = max(pace.busy - _MOST_BUSY, 0.0)
+    return -max(pace.slowdown - budget, 0.0), -busy, goodput
 
 
 def _maker(profile: Profile, policy: Policy, in_flight: int) -> Callable[[int], Plan]:

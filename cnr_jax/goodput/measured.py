@@ -56,8 +56,8 @@ class MeasuredSave:
         in_flight: saves in flight while it was written, itself among them, on average.
         agree_secs: seconds that process 0 waited for each other process; 0 if it is alone.
         trained: train steps between the save before and this one.
-        before_secs: seconds from the end of the blocking part of the save before until that was
-            over: durable, and old steps removed; None: it was not over, or that is not known.
+        over_secs: seconds from the end of those until it was over: durable, and old steps removed;
+            None: not known.
     """
 
     step: int
@@ -71,7 +71,7 @@ class MeasuredSave:
     in_flight: float = 1.0
     agree_secs: float = 0.0
     trained: tuple[Trained, ...] = ()
-    before_secs: float | None = None
+    over_secs: float | None = None
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MeasuredSave:
@@ -81,7 +81,7 @@ class MeasuredSave:
             TypeError, ValueError: if it is something else.
         """
         trained = tuple(Trained(*each) for each in document["trained"])
-        unknown = {"parent", "blocking_secs", "durable_secs", "before_secs"}
+        unknown = {"parent", "blocking_secs", "durable_secs", "over_secs"}
         numbers = [
             value
             for key, value in document.items()
@@ -125,7 +125,8 @@ def measured_profile(
     told = sum(bool(save.trained) for save in saves)
     if told < ENOUGH - 1 or not trained:
         return None
-    pace, lost = pace_of_trained(trained)
+    lost = lost_beside(trained) or 0.0
+    pace = pace_of_trained(trained, lost)
     blocked = [save for save in saves if save.blocking_secs is not None]
     later = [save for save in blocked if save.trained]
     if len(later) >= ENOUGH:
@@ -169,17 +170,24 @@ def writes_of(saves: Sequence[MeasuredSave]) -> tuple[Seconds, tuple[float, ...]
     return write, _slowed(written, write)
 
 
-def pace_of_trained(trained: Sequence[Trained]) -> tuple[np.ndarray, float]:
-    """Seconds of train steps without saves, and the share of its time that a step loses beside one.
+def lost_beside(trained: Sequence[Trained]) -> float | None:
+    """Share of its time that a train step loses beside a save; None if the times do not tell.
 
     The larger the part of the time in which saves were in flight, the fewer steps a second.
     """
     steps, secs, beside = np.array(trained, float).T
     part, pace = beside / secs, steps / secs
-    slope = _slope(part, pace, least=_CONTRAST) or 0.0
+    slope = _slope(part, pace, least=_CONTRAST)
+    if slope is None:
+        return None
     lost = -slope / float(np.median(pace - slope * part))
-    lost = min(max(0.0, lost), _MOST_LOST)
-    return (secs - lost * beside) / steps, lost
+    return min(max(0.0, lost), _MOST_LOST)
+
+
+def pace_of_trained(trained: Sequence[Trained], lost: float) -> np.ndarray:
+    """Seconds of train steps without saves, if they lose such a share of their time beside one."""
+    steps, secs, beside = np.array(trained, float).T
+    return (secs - lost * beside) / steps
 
 
 def _durable(saves: Sequence[MeasuredSave]) -> Seconds:
@@ -260,7 +268,13 @@ def _seconds(
 
 
 def capped_mean(values: Iterable[float], usual: np.ndarray | None = None) -> float:
-    """Mean of values; one of more than ten times the usual counts as that. 0 of none.
+    """Mean of values as `capped` leaves them; 0 of none."""
+    found = capped(values, usual)
+    return float(found.mean()) if len(found) else 0.0
+
+
+def capped(values: Iterable[float], usual: np.ndarray | None = None) -> np.ndarray:
+    """Values, of which one of more than ten times the usual counts as that.
 
     So a machine that stood still for a minute does not decide. Values that a tenth of all exceed
     count in full: where most saves take no time, those that do are not rare.
@@ -271,12 +285,12 @@ def capped_mean(values: Iterable[float], usual: np.ndarray | None = None) -> flo
     """
     y = np.array([*values], float)
     if not len(y):
-        return 0.0
+        return y
     most = np.maximum(
         _RARE * (np.median(y) if usual is None else usual),
         np.quantile(y, 0.9, method="lower"),
     )
-    return float(np.minimum(y, most).mean())
+    return np.minimum(y, most)
 
 
 def _slope(x: np.ndarray, y: np.ndarray, least: float = 0.0) -> float | None:

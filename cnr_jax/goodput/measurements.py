@@ -47,6 +47,15 @@ class Measurements:
             recent = (*full, *recent[len(full) :])
         return dataclasses.replace(self, saves=recent)
 
+    def with_end(self, step: int, over_secs: float) -> Measurements:
+        """The same with the end of the newest save of a step, as in `MeasuredSave`."""
+        saves = [*self.saves]
+        for number in reversed(range(len(saves))):
+            if saves[number].step == step:
+                saves[number] = dataclasses.replace(saves[number], over_secs=over_secs)
+                break
+        return dataclasses.replace(self, saves=tuple(saves))
+
     def with_read(self, nbytes: float, secs: float) -> Measurements:
         """The same with one restore more."""
         found = (*self.reads, (nbytes, secs))[-_MOST_READS:]

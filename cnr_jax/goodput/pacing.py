@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cnr_jax.goodput.measured import MeasuredSave, capped_mean, pace_of_trained
+from cnr_jax.goodput.measured import (
+    MeasuredSave,
+    Trained,
+    capped,
+    capped_mean,
+    lost_beside,
+    pace_of_trained,
+)
 from cnr_jax.goodput.profile import ENOUGH
 
 # The newest saves tell what saves take now.
@@ -18,6 +25,8 @@ _SAVES = 30
 # below a limit. The last is the largest by which an interval changes at once.
 _SHORTER, _LONGER, _ROOM, _GROWTH = 0.8, 1.05, 0.8, 4
 _LONGEST = 10_000_000
+# Train steps that spend more of their time beside a save do not tell what they take without one.
+_ALWAYS = 0.75
 # Quantile that counts as the longest time of a step or of a save, where time is limited.
 _SLOW = 0.9
 
@@ -28,12 +37,22 @@ class KindCost(NamedTuple):
     Attributes:
         share: their share of all saves.
         blocking_secs: seconds for which one holds training up.
-        flight_secs: seconds from then until it is over: it is durable, and has removed old steps.
+        flight_secs: seconds from then until it is over, of each of them: it is durable, and has
+            removed old steps.
     """
 
     share: float
     blocking_secs: float
-    flight_secs: float
+    flight_secs: tuple[float, ...]
+
+    @property
+    def mean_flight_secs(self) -> float:
+        """Mean of `flight_secs`."""
+        return float(np.mean(self.flight_secs))
+
+    def waiting_secs(self, secs: float) -> float:
+        """Seconds for which training waits, on average, for one that may be in flight so long."""
+        return float(np.maximum(np.array(self.flight_secs) - secs, 0.0).mean())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +62,8 @@ class SaveCost:
     Attributes:
         step_secs: seconds of a train step beside no save.
         slow_secs: seconds of a train step, in the slowest tenth of the measurements.
-        lost: share of its time that a train step loses beside a save.
+        lost: share of its time that a train step loses beside a save; None: all steps are beside
+            one, and there is nothing to compare them with.
         kinds: what saves of each kind cost.
         longest_secs: seconds from the call of a save until it is durable, of the kind that takes
             longest, and in the slowest tenth of that kind.
@@ -51,7 +71,7 @@ class SaveCost:
 
     step_secs: float
     slow_secs: float
-    lost: float
+    lost: float | None
     kinds: tuple[KindCost, ...]
     longest_secs: float
 
@@ -63,7 +83,9 @@ class SaveCost:
     @property
     def contention_secs(self) -> float:
         """Seconds that training loses beside a save, if it is over when the next one begins."""
-        return self.lost * sum(kind.share * kind.flight_secs for kind in self.kinds)
+        return (self.lost or 0.0) * sum(
+            kind.share * kind.mean_flight_secs for kind in self.kinds
+        )
 
     def slowdown(self, every: int, in_flight: int) -> float:
         """Share by which training takes longer with a save every so many steps.
@@ -73,12 +95,13 @@ class SaveCost:
             in_flight: saves at a time; one more waits.
         """
         train = every * self.step_secs
-        beside = min(self.contention_secs, self.lost / (1 - self.lost) * train)
+        lost = self.lost or 0.0
+        beside = min(self.contention_secs, lost / (1 - lost) * train)
         # A slow save among quick ones makes one save wait. Of slow ones in a row, one in so many
         # as may be in flight waits.
         waits = sum(
             min(kind.share, 1 / in_flight)
-            * max(kind.flight_secs - in_flight * (train + beside), 0.0)
+            * kind.waiting_secs(in_flight * (train + beside))
             for kind in self.kinds
         )
         return (self.blocking_secs + beside + waits) / train
@@ -94,14 +117,12 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     trained = [each for save in recent for each in save.trained if each.secs > 0]
     if not trained:
         return None
-    pace, lost = pace_of_trained(trained)
-    if len(trained) < ENOUGH:
-        pace, lost = np.array([each.secs / each.steps for each in trained]), 0.0
-    step_secs = float(np.median(pace))
-    flights = [
-        _flight_secs(save, following, step_secs)
+    lost = _lost(trained, saves)
+    step_secs = float(np.median(pace_of_trained(trained, lost or 0.0)))
+    flights = {
+        save: _flight_secs(save, following, step_secs)
         for save, following in itertools.zip_longest(recent, recent[1:])
-    ]
+    }
     costs, longest = list[KindCost](), 0.0
     for kind in sorted({save.kind for save in recent}):
         same = [save for save in recent if save.kind == kind]
@@ -111,11 +132,7 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
             KindCost(
                 len(same) / len(recent),
                 capped_mean(save.blocking_secs or 0.0 for save in later),
-                capped_mean(
-                    secs
-                    for save, secs in zip(recent, flights, strict=True)
-                    if save.kind == kind
-                ),
+                tuple(capped(flights[save] for save in same).tolist()),
             )
         )
         until = [(s.blocking_secs or 0.0) + (s.durable_secs or 0.0) for s in later]
@@ -129,23 +146,39 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     )
 
 
+def _lost(trained: Sequence[Trained], saves: Sequence[MeasuredSave]) -> float | None:
+    """Share of its time that a train step loses beside a save, from steps of the newest saves.
+
+    If those do not tell, older ones may. Where too little is known, a step loses nothing.
+    """
+    if len(trained) < ENOUGH:
+        return 0.0
+    older = [each for save in saves for each in save.trained if each.secs > 0]
+    for known in (trained, older):
+        if (lost := lost_beside(known)) is not None:
+            return lost
+    if all(each.beside_secs > _ALWAYS * each.secs for each in trained):
+        return None
+    return 0.0
+
+
 def _flight_secs(
     save: MeasuredSave, following: MeasuredSave | None, step_secs: float
 ) -> float:
     """Seconds from the end of a save's blocking part until it was over, or else until durable.
 
-    The next save knows. They end with the train step in which the save was over, as what that step
-    lost is counted whole; but a step does not count that took long for another reason, such as an
-    evaluation after each save. If the next save waited for this one, no step was beside its end.
+    They end with the train step in which the save was over, as what that step lost is counted
+    whole. The next save tells; but a step does not count that took long for another reason, such
+    as an evaluation after each save. If the next save waited for this one, no step was beside its
+    end.
     """
-    durable = save.durable_secs or 0.0
-    if following is None or following.before_secs is None:
-        return durable
+    over = max(save.durable_secs or 0.0, save.over_secs or 0.0)
+    if following is None or save.over_secs is None:
+        return over
     if sum(each.steps for each in following.trained) != following.step - save.step:
-        return durable  # one between them failed, and was not measured
+        return over  # one between them failed, and was not measured
     beside = sum(each.beside_secs for each in following.trained)
-    over = following.before_secs
-    return max(durable, over, min(beside, over + step_secs))
+    return max(over, min(beside, save.over_secs + step_secs))
 
 
 def lost_limit(cost: SaveCost, max_lost_secs: float) -> float:
@@ -183,6 +216,13 @@ def best_interval(
             low = middle + 1
     every = min(max(low, now // _GROWTH), _GROWTH * now)
     why = f"within a slowdown of {slowdown:.3g}"
+    if cost.lost is None:
+        # Half of these steps are beside no save.
+        apart = (
+            int(2 * max(k.mean_flight_secs for k in cost.kinds) / cost.step_secs) + 1
+        )
+        every = min(max(every, apart), _GROWTH * now)
+        why = "to time train steps beside no save"
     shortest, longest = _SHORTER * now, _LONGER * now
     if max_lost_secs is not None:
         most = lost_limit(cost, max_lost_secs) / (cost.slow_secs * (1 + slowdown))

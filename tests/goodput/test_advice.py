@@ -23,10 +23,12 @@ from cnr_jax.goodput import (
     Seconds,
     advised_plan,
     best_plan,
+    expected_goodput,
     plain_plan,
     plan_of,
     simulate_job,
 )
+from cnr_jax.goodput.model import pace_of
 
 from .profiles import LARGE
 
@@ -90,6 +92,27 @@ def test_figures_are_those_of_the_plan() -> None:
     assert advised(job_hours=6).bits == 3
     assert found.best.goodput.value >= found.second.goodput.value
     assert type(found.second.policy) is not type(policy)
+
+
+def test_saves_do_not_follow_each_other_as_closely_as_they_can() -> None:
+    late = dataclasses.replace(
+        SLOW, write=Seconds(fixed=300), in_flight=(1.0, 1.1), contention=0.001
+    )
+    often = Failures.drawn(node_mtbf_hours=0.5, hours=60, seed=4)
+    found = advised(late, often, budget=0.5)
+    assert found.best.in_flight == 2
+
+    def busy(every: int) -> float:
+        plan = plan_of(late, every, found.best.policy, 2)
+        return pace_of(plan, late).busy
+
+    # Written in 330 s, two at a time, storage is busy for all of 165 s.
+    assert 0.75 < busy(found.best.every) <= 0.8
+    assert found.best.interval_secs.value == pytest.approx(330 / 2 / 0.8, rel=0.05)
+    assert busy(10) == pytest.approx(1.0)
+    closest = plan_of(late, round(found.best.every * 0.8), found.best.policy, 2)
+    most = expected_goodput(closest, late, often)
+    assert 0.97 * most < found.best.goodput.value < most
 
 
 def test_references_are_the_published_formulas() -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.saving import meter
+from cnr_jax.checkpointer.saving.saves import Saves
 from cnr_jax.cli.app import app
 from cnr_jax.format import names
 from cnr_jax.goodput.measured import MeasuredSave, Trained, measured_profile
@@ -174,6 +175,11 @@ def test_the_newest_saves_are_kept_and_the_last_full_one() -> None:
     for number in range(30):
         kept = kept.with_read(number, 1.0)
     assert [size for size, _ in kept.reads] == [*range(10, 30)]
+    # A step that is saved again after a restore ends again.
+    again = Measurements(saves=(save_of(1), save_of(2), save_of(1), save_of(3)))
+    ended = again.with_end(save_of(1).step, 0.5).saves
+    assert [save.over_secs for save in ended] == [None, None, 0.5, None]
+    assert again.with_end(999, 0.5) == again
 
 
 def test_what_is_kept_is_read_again_and_what_is_damaged_is_not(tmp_path: Path) -> None:
@@ -287,13 +293,11 @@ def test_a_run_tells_its_profile_and_the_next_program_goes_on_with_it(
         assert (save.blocking_secs or 0) > 0.9 * (
             report.blocking_secs - report.wait_secs
         )
-    # Those that were over when the next began, which knows until when.
-    known = [
-        (save.durable_secs or 0.0, following.before_secs)
-        for save, following in itertools.pairwise(kept.saves)
-        if following.before_secs is not None
-    ]
-    assert known and all(durable < 1.1 * over for durable, over in known)
+    # All but the newest were over when the last one was reported.
+    assert [save.step for save in kept.saves if save.over_secs is None] == [45]
+    for save in kept.saves[:-1]:
+        assert save.durable_secs and save.over_secs
+        assert save.durable_secs < 1.1 * save.over_secs
     # Without metrics: it is in the root all the same.
     assert cnr.goodput.recorded_profile(root, restart_secs=3.0) == profile
     words = ["advise", str(root), "--failures", "exponential:1", "--job-hours", "100"]
@@ -358,6 +362,28 @@ def test_saves_that_wait_for_room_tell_of_their_train_steps(tmp_path: Path) -> N
         _first, *rest = manager._saves.meter.found.saves
     assert len(rest) == 10 and all(save.trained for save in rest)
     assert [sum(part.steps for part in save.trained) for save in rest] == [5] * 10
+
+
+def test_the_end_of_each_save_is_measured_though_others_are_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retire = Saves.retire
+
+    def slowly(saves: Any, save: Any, told: Any) -> Any:
+        time.sleep(0.25)  # old steps are removed
+        return retire(saves, save, told)
+
+    monkeypatch.setattr(Saves, "retire", slowly)
+    loop = Loop()
+    with loop.manager(tmp_path / "run", max_in_flight=3) as manager:
+        loop.run(manager, 51)
+        manager.wait_until_finished()
+        found = manager._saves.meter.found.saves
+    assert max(save.in_flight for save in found) > 1.5
+    ended = [save for save in found if save.over_secs is not None]
+    assert len(found) - 3 <= len(ended) < len(found) and len(found) == 11
+    for save in ended:
+        assert save.over_secs and save.over_secs >= (save.durable_secs or 0) + 0.2
 
 
 def test_a_save_that_waits_for_room_waits_for_its_step(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class SaveInFlight(PipelinedSave):
         agree_secs: seconds that process 0 has waited for each other process to plan it, on average.
         blocking_secs: seconds that it has held training up, without `wait_secs`; None: not known.
         trained: train steps between the save before and this one.
-        before_secs: as in `MeasuredSave`.
+        over_at_secs: reading of `time.perf_counter` when nothing was written or removed for it any
+            more; None: not yet.
         at_once: number of saves in flight while it is written, with itself; 0: not measured.
         writing: job of the thread that writes its state.
         release: function that ends the writing of rows and frees any thread that waits for it.
@@ -85,7 +86,7 @@ class SaveInFlight(PipelinedSave):
     agree_secs: float = 0.0
     blocking_secs: float | None = None
     trained: tuple[Trained, ...] = ()
-    before_secs: float | None = None
+    over_at_secs: float | None = None
     at_once: float = 0.0
     writing: Job = dataclasses.field(default_factory=Job)
     release: Callable[[], None] = _do_nothing

@@ -66,6 +66,8 @@ class Meter:
         self._alone: tuple[int, float] | None = None
         self._is_alone = False  # whether the next call is that one
         self._over_at = 0.0
+        # Saves whose measurement lacks their end, as they were reported before it.
+        self._flown: list[SaveInFlight] = []
         self._asked_at, self._was_ready = 0.0, True
 
     # In the training thread, or the thread in which it begins a save.
@@ -96,8 +98,6 @@ class Meter:
         """Notes a save that is decided, before anything of it is written."""
         others = sum(each is not save for each in self._flying())
         save.trained, save.at_once = self._trained(save, others > 0), others + 1
-        if save.trained and self._since and not others:
-            save.before_secs = max(self._over_at - self._since[1], 0.0)
 
     def returns(self, save: SaveInFlight) -> None:
         """Notes that a save lets training go on."""
@@ -139,7 +139,7 @@ class Meter:
 
     def over(self, save: SaveInFlight) -> None:
         """Notes that nothing is written or removed for a save any more."""
-        self._over_at = time.perf_counter()
+        self._over_at = save.over_at_secs = time.perf_counter()
         self._is_alone = all(each is save for each in self._flying())
 
     def reported(self, save: SaveInFlight, report: SaveReport) -> None:
@@ -168,10 +168,20 @@ class Meter:
             in_flight=save.at_once,
             agree_secs=save.agree_secs,
             trained=save.trained,
-            before_secs=save.before_secs,
         )
-        self._note(found.with_save(measured))
+        self._note(self._with_ends(found).with_save(measured))
+        self._flown.append(save)
         self._learn(self.found)
+
+    def _with_ends(self, found: Measurements) -> Measurements:
+        """The same with the ends of saves that were not over when they were reported."""
+        ended = [save for save in self._flown if save.over_at_secs is not None]
+        self._flown = [save for save in self._flown if save.over_at_secs is None]
+        for save in ended:
+            began = save.started_secs + save.wait_secs + (save.blocking_secs or 0.0)
+            over_secs = max((save.over_at_secs or 0.0) - began, 0.0)
+            found = found.with_end(save.step, over_secs)
+        return found
 
     # In the thread of reports.
 
