@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -384,6 +385,33 @@ def test_the_end_of_each_save_is_measured_though_others_are_in_flight(
     assert len(found) - 3 <= len(ended) < len(found) and len(found) == 11
     for save in ended:
         assert save.over_secs and save.over_secs >= (save.durable_secs or 0) + 0.2
+
+
+def test_a_save_is_over_so_long_after_its_blocking_part(tmp_path: Path) -> None:
+    measuring = meter.Meter(tmp_path, list, is_noted=lambda: False, is_new=True)
+
+    def save(step: int, over_at_secs: float | None = None) -> Any:
+        took = {"started_secs": 10.0, "wait_secs": 2.0, "blocking_secs": 3.0}
+        known = {"at_once": 1.0, "agree_secs": 0.0, "trained": ()}
+        return SimpleNamespace(step=step, over_at_secs=over_at_secs, **took, **known)
+
+    def report(step: int) -> Any:
+        took = {"total_secs": 6.0, "wait_secs": 2.0, "commit_secs": 0.5}
+        sizes = dict.fromkeys(("total", "dense", "manifest", "state"), 100)
+        sizes = {f"{name}_bytes": size for name, size in sizes.items()}
+        fields = {"outcome": "committed", "run": "a", "parent": None, "kind": "full"}
+        return SimpleNamespace(step=step, **took, **sizes, **fields)
+
+    one, two = save(1), save(2)
+    for each in (one, two):
+        measuring.reported(each, report(each.step))
+    one.over_at_secs = 20.0
+    measuring.reported(save(3), report(3))
+    assert [each.over_secs for each in measuring.found.saves] == [5.0, None, None]
+    assert [each.durable_secs for each in measuring.found.saves] == [1.5] * 3
+    two.over_at_secs = 14.0  # while the call was still going on
+    measuring.reported(save(4), report(4))
+    assert [each.over_secs for each in measuring.found.saves][:3] == [5.0, 0.0, None]
 
 
 def test_a_save_that_waits_for_room_waits_for_its_step(tmp_path: Path) -> None:
