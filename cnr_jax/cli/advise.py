@@ -60,7 +60,7 @@ def advise(
     """Say how often a run should save, under which policy, and what to expect of it.
 
     Goes by what the run has noted and by its failures, and takes the plan of most goodput that
-    keeps to the slowdown.
+    keeps to the slowdown, with saves further apart than storage can write them.
     """
     from cnr_jax.cli.profiles import read_profile
     from cnr_jax.goodput.advice import advise as advised

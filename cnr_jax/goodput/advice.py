@@ -20,8 +20,8 @@ from cnr_jax.repository.description import aligned
 # Factors between intervals that are tried: over all of them, then around the best.
 _COARSE, _FINE = 1.5, 1.06
 _LONGEST = 10_000_000
-# Storage is to be busy for no larger share of the time, as writes that take a little longer than
-# usual would make saves wait for each other.
+# What is advised keeps `Pace.busy` below this: at 1, a write that takes a little longer than usual
+# makes the next save wait.
 _MOST_BUSY = 0.8
 # Number of draws of the profile and of the failures. The middle four fifths of them are a range.
 _DRAWS, _RANGE = 200, (0.1, 0.5, 0.9)
@@ -78,7 +78,7 @@ class Advice:
     """Advice for a run, as `advise` gives it.
 
     Attributes:
-        best: plan of most goodput within the budget.
+        best: plan of most goodput within the budget, with saves no closer than `advise` says.
         second: best plan with another policy, or with another number of saves in flight.
         budget: slowdown that was allowed.
         mtbf_secs: mean time between failures, in seconds.
@@ -153,7 +153,7 @@ class Advice:
         lines = [
             f"save {_phrase(best)}",
             *aligned(rows, right={1, 2}),
-            f"it rests on {rests}, and {self.expected_restores:.3g} failures in"
+            f"it rests on {rests}, and {_count(self.expected_restores)} failures in"
             f" {self.job_hours:,.4g} h",
             f"second best: {_phrase(second)}, goodput {_share(second.goodput.value)}{within}",
             f"for reference: every {self.young:,} steps by Young's formula,"
@@ -185,7 +185,8 @@ def advise(
     """Advises when to save: finds the plan of most goodput whose slowdown is within a budget.
 
     Goodput is that of `expected_goodput`. Ranges come from draws: of measurements, as far as they
-    spread, and of as many failures as the job will see.
+    spread, and of as many failures as the job will see. Saves come at least a quarter further
+    apart than storage can write them.
 
     Args:
         profile: profile of the run; None: not known, as `manager.profile()` has it before five
@@ -257,7 +258,7 @@ def advise(
         young=max(1, round(young / profile.step.fixed)),
         daly=max(1, round(daly / profile.step.fixed)),
         changes={
-            what: best_plan(other, up, maker, budget, notice_secs).every
+            what: best_plan(other, up, maker, budget, notice_secs, _MOST_BUSY).every
             for what, other, up in _otherwise(profile, failures)
             for maker in [_maker(other, policy, plan.in_flight)]
         },
@@ -308,14 +309,17 @@ def _plans(
     There is one for each policy and number of saves in flight that the profile was measured with.
     """
     found = [
-        (best_plan(profile, failures, maker, budget, notice_secs), policy)
+        (
+            best_plan(profile, failures, maker, budget, notice_secs, _MOST_BUSY),
+            policy,
+        )
         for policy in POLICIES
         for in_flight in range(1, len(profile.in_flight) + 1)
         for maker in [_maker(profile, policy, in_flight)]
     ]
 
     def worth(each: tuple[Plan, Policy]) -> tuple[float, float, float]:
-        return _worth(each[0], profile, failures, budget, notice_secs)
+        return _worth(each[0], profile, failures, budget, notice_secs, _MOST_BUSY)
 
     return sorted(found, key=worth, reverse=True)
 
@@ -326,6 +330,7 @@ def best_plan(
     maker: Callable[[int], Plan],
     budget: float = 0.03,
     notice_secs: float = 0.0,
+    most_busy: float = 1.0,
 ) -> Plan:
     """Plan with the interval of most goodput within a slowdown budget.
 
@@ -336,6 +341,8 @@ def best_plan(
         budget: share by which saves may make training longer. If no interval keeps it, the interval
             that costs least is taken.
         notice_secs: seconds before a failure at which the job is told of it.
+        most_busy: shortest interval at which saves can follow each other, as the largest share of
+            the interval that it may be. At 1 saves may wait for each other.
     """
     longest = min(max(failures.mtbf_secs, 1.0) / profile.step.fixed, _LONGEST)
     coarse = {
@@ -345,7 +352,8 @@ def best_plan(
     def best(intervals: set[int]) -> Plan:
         plans = map(maker, sorted(intervals))
         return max(
-            plans, key=lambda p: _worth(p, profile, failures, budget, notice_secs)
+            plans,
+            key=lambda p: _worth(p, profile, failures, budget, notice_secs, most_busy),
         )
 
     near = best(coarse).every
@@ -353,13 +361,22 @@ def best_plan(
 
 
 def _worth(
-    plan: Plan, profile: Profile, failures: Failures, budget: float, notice_secs: float
+    plan: Plan,
+    profile: Profile,
+    failures: Failures,
+    budget: float,
+    notice_secs: float,
+    most_busy: float,
 ) -> tuple[float, float, float]:
-    """Key by which plans are compared: that they keep the budget and storage keeps up; goodput."""
+    """Key by which plans are compared.
+
+    First comes by how much they exceed the budget, then by how much saves follow each other more
+    closely than they may, then goodput.
+    """
     pace = pace_of(plan, profile, failures.nodes)
     goodput = goodput_of(pace, profile, *stretches_of(failures), notice_secs)
-    busy = max(pace.busy - _MOST_BUSY, 0.0)
-    return -max(pace.slowdown - budget, 0.0), -busy, goodput
+    close = max(pace.busy - most_busy, 0.0)
+    return -max(pace.slowdown - budget, 0.0), -close, goodput
 
 
 def _maker(profile: Profile, policy: Policy, in_flight: int) -> Callable[[int], Plan]:
@@ -478,6 +495,10 @@ def _written(policy: Policy) -> str:
         if getattr(given, field.name) != field.default
     ]
     return f"cnr.{type(policy).__name__}({', '.join(fields)})"
+
+
+def _count(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _share(value: float) -> str:

@@ -52,12 +52,12 @@ class MeasuredSave:
         fixed_bytes: of these, bytes that every save writes alike: dense leaves and manifests.
         plain_bytes: bytes that a plain full save would have written; 0: not known.
         blocking_secs: seconds for which it held training up; None: not known.
-        durable_secs: seconds from the end of those until it was durable; None: not known.
+        durable_secs: seconds from the end of `blocking_secs` until it was durable; None: not known.
+        over_secs: seconds from the same moment until it was over: durable, and old steps removed;
+            None: not known.
         in_flight: saves in flight while it was written, itself among them, on average.
         agree_secs: seconds that process 0 waited for each other process; 0 if it is alone.
         trained: train steps between the save before and this one.
-        over_secs: seconds from the end of those until it was over: durable, and old steps removed;
-            None: not known.
     """
 
     step: int
@@ -68,10 +68,10 @@ class MeasuredSave:
     plain_bytes: int = 0
     blocking_secs: float | None = None
     durable_secs: float | None = None
+    over_secs: float | None = None
     in_flight: float = 1.0
     agree_secs: float = 0.0
     trained: tuple[Trained, ...] = ()
-    over_secs: float | None = None
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MeasuredSave:
@@ -121,7 +121,7 @@ def measured_profile(
         The profile; None: too few saves tell of train steps between them. Figures that rest on
         too little have few `samples`.
     """
-    trained = [each for save in saves for each in save.trained if each.secs > 0]
+    trained = trained_of(saves)
     told = sum(bool(save.trained) for save in saves)
     if told < ENOUGH - 1 or not trained:
         return None
@@ -168,6 +168,11 @@ def writes_of(saves: Sequence[MeasuredSave]) -> tuple[Seconds, tuple[float, ...]
         return _durable(written), (1.0,)
     write = _durable(alone)
     return write, _slowed(written, write)
+
+
+def trained_of(saves: Iterable[MeasuredSave]) -> list[Trained]:
+    """Train steps before saves, as far as they took time."""
+    return [each for save in saves for each in save.trained if each.secs > 0]
 
 
 def lost_beside(trained: Sequence[Trained]) -> float | None:
@@ -274,13 +279,13 @@ def capped_mean(values: Iterable[float], usual: np.ndarray | None = None) -> flo
 
 
 def capped(values: Iterable[float], usual: np.ndarray | None = None) -> np.ndarray:
-    """Values, of which one of more than ten times the usual counts as that.
+    """Values; one of more than ten times the usual is replaced by ten times the usual.
 
     So a machine that stood still for a minute does not decide. Values that a tenth of all exceed
     count in full: where most saves take no time, those that do are not rare.
 
     Args:
-        values: values.
+        values: measurements.
         usual: what is usual for each of them; None: their median.
     """
     y = np.array([*values], float)

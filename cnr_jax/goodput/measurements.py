@@ -15,7 +15,7 @@ from cnr_jax.repository.store import AnyPath, read_small, replace_durably
 from cnr_jax.texts import logger
 
 _log = logger(__name__)
-_VERSION = 1
+_VERSION = 2
 # The newest saves tell what saves take now, and the newest full one what a full one takes.
 _MOST_SAVES, _MOST_READS = 100, 20
 # Far more than so many saves take: a larger file is not ours.
@@ -47,14 +47,10 @@ class Measurements:
             recent = (*full, *recent[len(full) :])
         return dataclasses.replace(self, saves=recent)
 
-    def with_end(self, step: int, over_secs: float) -> Measurements:
-        """The same with the end of the newest save of a step, as in `MeasuredSave`."""
-        saves = [*self.saves]
-        for number in reversed(range(len(saves))):
-            if saves[number].step == step:
-                saves[number] = dataclasses.replace(saves[number], over_secs=over_secs)
-                break
-        return dataclasses.replace(self, saves=tuple(saves))
+    def with_end(self, over_secs: float) -> Measurements:
+        """The same with the end of the newest save, as in `MeasuredSave`."""
+        newest = dataclasses.replace(self.saves[-1], over_secs=over_secs)
+        return dataclasses.replace(self, saves=(*self.saves[:-1], newest))
 
     def with_read(self, nbytes: float, secs: float) -> Measurements:
         """The same with one restore more."""

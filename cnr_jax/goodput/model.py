@@ -21,8 +21,8 @@ class Pace:
         write_secs: seconds from the call of a save until it is durable, without its blocking part.
         blocking_secs: seconds that a save holds training up, waits for saves before included.
         restore_secs: seconds of a restore, beside the restart.
-        busy: share of the time for which storage is busy with as many writes as may be in flight;
-            at 1 each save waits for one before.
+        busy: shortest interval at which saves can follow each other, as a share of the interval; at
+            1 each save waits for one before.
     """
 
     train_secs: float
@@ -64,14 +64,17 @@ def pace_of(plan: Plan, profile: Profile, nodes: int = 1) -> Pace:
         if np.mean(bound) <= np.mean(free):
             break
     interval = np.maximum(free, bound)
-    most = alone * profile.slower(plan.in_flight) + blocking
+    closest = min(
+        float(np.mean(blocking + alone * profile.slower(in_flight))) / in_flight
+        for in_flight in range(1, plan.in_flight + 1)
+    )
     return Pace(
         train,
         float(interval.mean()),
         float(write.mean()),
         float((interval - train - lost).mean()),
         float(profile.reading.of(reads).mean()),
-        float(most.mean() / plan.in_flight / interval.mean()),
+        closest / float(interval.mean()),
     )
 
 

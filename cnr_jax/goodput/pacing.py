@@ -16,6 +16,7 @@ from cnr_jax.goodput.measured import (
     capped_mean,
     lost_beside,
     pace_of_trained,
+    trained_of,
 )
 from cnr_jax.goodput.profile import ENOUGH
 
@@ -25,7 +26,8 @@ _SAVES = 30
 # below a limit. The last is the largest by which an interval changes at once.
 _SHORTER, _LONGER, _ROOM, _GROWTH = 0.8, 1.05, 0.8, 4
 _LONGEST = 10_000_000
-# Train steps that spend more of their time beside a save do not tell what they take without one.
+# A train step that spends a larger share of its time than this beside a save does not tell what it
+# takes without one.
 _ALWAYS = 0.75
 # Quantile that counts as the longest time of a step or of a save, where time is limited.
 _SLOW = 0.9
@@ -37,8 +39,8 @@ class KindCost(NamedTuple):
     Attributes:
         share: their share of all saves.
         blocking_secs: seconds for which one holds training up.
-        flight_secs: seconds from then until it is over, of each of them: it is durable, and has
-            removed old steps.
+        flight_secs: of each of them, seconds from the end of its blocking part until it is over:
+            durable, and old steps removed.
     """
 
     share: float
@@ -62,8 +64,8 @@ class SaveCost:
     Attributes:
         step_secs: seconds of a train step beside no save.
         slow_secs: seconds of a train step, in the slowest tenth of the measurements.
-        lost: share of its time that a train step loses beside a save; None: all steps are beside
-            one, and there is nothing to compare them with.
+        lost: share of its time that a train step loses beside a save; None: nearly all steps were
+            beside one, so nothing tells.
         kinds: what saves of each kind cost.
         longest_secs: seconds from the call of a save until it is durable, of the kind that takes
             longest, and in the slowest tenth of that kind.
@@ -86,6 +88,12 @@ class SaveCost:
         return (self.lost or 0.0) * sum(
             kind.share * kind.mean_flight_secs for kind in self.kinds
         )
+
+    @property
+    def apart_steps(self) -> int:
+        """Steps of an interval of which about half are beside no save."""
+        longest = max(kind.mean_flight_secs for kind in self.kinds)
+        return int(min(2 * longest / self.step_secs, _LONGEST)) + 1
 
     def slowdown(self, every: int, in_flight: int) -> float:
         """Share by which training takes longer with a save every so many steps.
@@ -110,32 +118,33 @@ class SaveCost:
 def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     """Cost of saves; None if it is not known yet.
 
-    What saves of a kind cost is a mean, as it adds up. Saves that timed no train steps do not
-    count in what training waits for, if they are few: the first save of a program compiles.
+    The blocking part of a kind is a mean, as it adds up. Seconds in flight are kept for each save,
+    as only the long ones make training wait. Saves that timed no train steps do not count, if they
+    are few: the first save of a program compiles.
     """
     recent = [save for save in saves[-_SAVES:] if save.durable_secs is not None]
-    trained = [each for save in recent for each in save.trained if each.secs > 0]
+    trained = trained_of(recent)
     if not trained:
         return None
-    lost = _lost(trained, saves)
+    lost = _lost_beside(trained, saves)
     step_secs = float(np.median(pace_of_trained(trained, lost or 0.0)))
-    flights = {
-        save: _flight_secs(save, following, step_secs)
+    flights = [
+        (save, _flight_secs(save, following, step_secs))
         for save, following in itertools.zip_longest(recent, recent[1:])
-    }
+    ]
     costs, longest = list[KindCost](), 0.0
     for kind in sorted({save.kind for save in recent}):
-        same = [save for save in recent if save.kind == kind]
-        later = [save for save in same if save.trained]
+        same = [(save, secs) for save, secs in flights if save.kind == kind]
+        later = [(save, secs) for save, secs in same if save.trained]
         later = later if 2 * len(later) >= len(same) else same
         costs.append(
             KindCost(
                 len(same) / len(recent),
-                capped_mean(save.blocking_secs or 0.0 for save in later),
-                tuple(capped(flights[save] for save in same).tolist()),
+                capped_mean(save.blocking_secs or 0.0 for save, _ in later),
+                tuple(capped(secs for _, secs in later).tolist()),
             )
         )
-        until = [(s.blocking_secs or 0.0) + (s.durable_secs or 0.0) for s in later]
+        until = [(s.blocking_secs or 0.0) + (s.durable_secs or 0.0) for s, _ in later]
         longest = max(longest, float(np.quantile(until, _SLOW)))
     return SaveCost(
         step_secs=step_secs,
@@ -146,15 +155,18 @@ def cost_of_saves(saves: Sequence[MeasuredSave]) -> SaveCost | None:
     )
 
 
-def _lost(trained: Sequence[Trained], saves: Sequence[MeasuredSave]) -> float | None:
-    """Share of its time that a train step loses beside a save, from steps of the newest saves.
+def _lost_beside(
+    trained: Sequence[Trained], saves: Sequence[MeasuredSave]
+) -> float | None:
+    """Share of its time that a train step loses beside a save; None: nothing tells.
 
-    If those do not tell, older ones may. Where too little is known, a step loses nothing.
+    Steps of the newest saves tell first, then those of all. Few tell nothing. Where all are beside
+    a save for the same part of their time, a shorter interval will tell, and it is 0; but it is
+    None where that part is nearly all.
     """
     if len(trained) < ENOUGH:
-        return 0.0
-    older = [each for save in saves for each in save.trained if each.secs > 0]
-    for known in (trained, older):
+        return None
+    for known in (trained, trained_of(saves)):
         if (lost := lost_beside(known)) is not None:
             return lost
     if all(each.beside_secs > _ALWAYS * each.secs for each in trained):
@@ -214,15 +226,10 @@ def best_interval(
             high = middle
         else:
             low = middle + 1
-    every = min(max(low, now // _GROWTH), _GROWTH * now)
     why = f"within a slowdown of {slowdown:.3g}"
-    if cost.lost is None:
-        # Half of these steps are beside no save.
-        apart = (
-            int(2 * max(k.mean_flight_secs for k in cost.kinds) / cost.step_secs) + 1
-        )
-        every = min(max(every, apart), _GROWTH * now)
-        why = "to time train steps beside no save"
+    if cost.lost is None and cost.apart_steps > low:
+        low, why = cost.apart_steps, "to time train steps beside no save"
+    every = min(max(low, now // _GROWTH), _GROWTH * now)
     shortest, longest = _SHORTER * now, _LONGER * now
     if max_lost_secs is not None:
         most = lost_limit(cost, max_lost_secs) / (cost.slow_secs * (1 + slowdown))
@@ -233,8 +240,11 @@ def best_interval(
     every = max(1, every)
     if every == now or shortest <= every <= longest:
         return None
+    beside = f"{1000 * cost.contention_secs:.3g} ms"
+    if cost.lost is None:
+        beside = "an unknown time"
     return every, (
         f"{why}: a save costs {1000 * cost.blocking_secs:.3g} ms in which training waits and"
-        f" {1000 * cost.contention_secs:.3g} ms beside it, and is durable in"
+        f" {beside} beside it, and is durable in"
         f" {cost.longest_secs:.3g} s; a step takes {1000 * cost.step_secs:.3g} ms"
     )

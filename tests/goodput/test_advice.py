@@ -106,13 +106,19 @@ def test_saves_do_not_follow_each_other_as_closely_as_they_can() -> None:
         plan = plan_of(late, every, found.best.policy, 2)
         return pace_of(plan, late).busy
 
-    # Written in 330 s, two at a time, storage is busy for all of 165 s.
+    # Written in 330 s, two at a time, saves can come every 165 s.
     assert 0.75 < busy(found.best.every) <= 0.8
     assert found.best.interval_secs.value == pytest.approx(330 / 2 / 0.8, rel=0.05)
     assert busy(10) == pytest.approx(1.0)
     closest = plan_of(late, round(found.best.every * 0.8), found.best.policy, 2)
     most = expected_goodput(closest, late, often)
     assert 0.97 * most < found.best.goodput.value < most
+    # A second save in flight is worth nothing where each then takes three times as long.
+    alone = dataclasses.replace(late, in_flight=(1.0, 3.0))
+    for in_flight in (1, 2):
+        plan = plan_of(alone, 800, found.best.policy, in_flight)
+        assert pace_of(plan, alone).busy == pytest.approx(0.75, rel=0.01)
+    assert advised(alone, often, budget=0.5).best.in_flight == 1
 
 
 def test_references_are_the_published_formulas() -> None:

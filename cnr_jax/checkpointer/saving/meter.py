@@ -1,13 +1,15 @@
 """Meter of saves: measures in the training loop what they take, without slowing the loop down.
 
 The training thread only reads the clock, at steps that save. The measurement of a save is put
-together when it is reported, in the background. Now and then measurements are noted in the root.
+together when it is reported, in the background; its end is added with the report of the next one.
+Now and then measurements are noted in the root.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,8 +68,10 @@ class Meter:
         self._alone: tuple[int, float] | None = None
         self._is_alone = False  # whether the next call is that one
         self._over_at = 0.0
-        # Saves whose measurement lacks their end, as they were reported before it.
-        self._flown: list[SaveInFlight] = []
+        # The save that was reported last, and when it let training go on. It was not over yet. It
+        # is when the next one is reported, as a commit waits for the threads of the saves before.
+        self._last: tuple[SaveInFlight, float] | None = None
+        self._lock = threading.Lock()  # of what is found
         self._asked_at, self._was_ready = 0.0, True
 
     # In the training thread, or the thread in which it begins a save.
@@ -129,7 +133,8 @@ class Meter:
     def restored(self, report: RestoreReport) -> None:
         """Notes a restore: the steps that follow do not go on from the save before."""
         self._since = self._alone = None
-        self._note(self.found.with_read(report.bytes_read, report.total_secs))
+        with self._lock:
+            self._note(self.found.with_read(report.bytes_read, report.total_secs))
 
     # In any thread.
 
@@ -146,15 +151,10 @@ class Meter:
         """Measures a save from its report; one that was dropped does not count."""
         if not save.at_once or report.outcome == "dropped":
             return
-        found = self.found
-        if found.run not in (None, report.run):
-            found = Measurements()
-        found = dataclasses.replace(
-            found, run=report.run, processes=jax.process_count()
-        )
         blocking = save.blocking_secs
         if blocking is None:
             blocking = report.blocking_secs - report.wait_secs
+        blocking = max(blocking, 0.0)
         written = report.total_secs - report.wait_secs - blocking
         measured = MeasuredSave(
             step=report.step,
@@ -163,25 +163,27 @@ class Meter:
             nbytes=report.total_bytes,
             fixed_bytes=report.dense_bytes + report.manifest_bytes,
             plain_bytes=report.state_bytes,
-            blocking_secs=max(blocking, 0.0),
+            blocking_secs=blocking,
             durable_secs=max(written, 0.0) + report.commit_secs,
             in_flight=save.at_once,
             agree_secs=save.agree_secs,
             trained=save.trained,
         )
-        self._note(self._with_ends(found).with_save(measured))
-        self._flown.append(save)
-        self._learn(self.found)
-
-    def _with_ends(self, found: Measurements) -> Measurements:
-        """The same with the ends of saves that were not over when they were reported."""
-        ended = [save for save in self._flown if save.over_at_secs is not None]
-        self._flown = [save for save in self._flown if save.over_at_secs is None]
-        for save in ended:
-            began = save.started_secs + save.wait_secs + (save.blocking_secs or 0.0)
-            over_secs = max((save.over_at_secs or 0.0) - began, 0.0)
-            found = found.with_end(save.step, over_secs)
-        return found
+        with self._lock:
+            found = self.found
+            if found.run not in (None, report.run):
+                found, self._last = Measurements(), None
+            if self._last is not None:
+                last, since = self._last
+                if last.over_at_secs is not None:
+                    found = found.with_end(max(last.over_at_secs - since, 0.0))
+            self._last = save, save.started_secs + save.wait_secs + blocking
+            found = found.with_save(measured)
+            found = dataclasses.replace(
+                found, run=report.run, processes=jax.process_count()
+            )
+            self._note(found)
+        self._learn(found)
 
     # In the thread of reports.
 
