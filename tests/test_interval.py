@@ -129,8 +129,10 @@ def test_costs_are_means_of_each_kind() -> None:
     slow = saves(11)[1:]
     slow[3] = dataclasses.replace(slow[3], blocking_secs=60.0)
     slow[0] = dataclasses.replace(slow[0], blocking_secs=5.0, trained=())
+    slow[0] = dataclasses.replace(slow[0], durable_secs=0.9)
     mean = cost_of_saves(slow)
     assert mean is not None
+    assert [*mean.kinds[0].flight_secs] == pytest.approx([0.1] * 9)
     assert mean.blocking_secs == pytest.approx((0.2 + 8 * 0.02) / 9)
     untold = [dataclasses.replace(save, trained=()) for save in saves(11)[1:]]
     slow = [dataclasses.replace(slow[3], step=0), *untold]
@@ -206,6 +208,11 @@ def test_only_the_very_next_save_tells_in_which_step_one_was_over() -> None:
     assert flights(found) == {"delta": sum(whole) / 20}
     del found[10]
     assert flights(found) == {"delta": (17 * 1.0 + 2 * 0.99) / 19}
+
+
+def test_steps_that_take_no_time_are_no_reason_for_endless_intervals() -> None:
+    assert cost(step_secs=1e-300, lost=None).apart_steps == 10_000_001
+    assert interval(cost(step_secs=1e-300, lost=None), 1000) == 4000
 
 
 def test_saves_that_vary_make_training_wait_though_most_do_not() -> None:
