@@ -14,14 +14,11 @@ import numpy as np
 from cnr_jax.repository.parent_rows import TileKey, WrittenTile
 from cnr_jax.repository.run_plan import RunPlan
 from cnr_jax.rows.codecs import Encoded
-from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, Lattice, Parts
+from cnr_jax.rows.codecs.lattice import SAMPLE_ROWS, SUITS, Lattice, Parts
 from cnr_jax.rows.codecs.residual import Digest, Residual, costs_less, is_on_step
 from cnr_jax.rows.gather.chunk import Chunk
 from cnr_jax.rows.tiling import Program, chunk_rows, host_device, program_rows
 
-# How many times that of `adaptive` codes the error of a sample may be, before the step of the
-# table is chosen anew: within these bounds rows lose little, or take at most 0.6 bits too much.
-SUITS = (2 / 3, 3 / 2)
 # Fewest rows of a sample that are not zeros, by which a step is judged: of few, each new one moves
 # it. And the least share of all elements that is worth a full save.
 _LEAST_ROWS, _LEAST_SHARE = 256, 0.05

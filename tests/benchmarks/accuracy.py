@@ -1,7 +1,8 @@
 """Accuracy after restores: AUC and log loss by bits and number of restores, in pairs of runs.
 
     python tests/benchmarks/accuracy.py [--quick] [--only auto] [--seeds N] [--flights N]
-                                        [--slots] [--data DIR] [--json PATH] [--dir DIR]
+                                        [--slots | --lattice] [--data DIR] [--json PATH]
+                                        [--dir DIR]
 
 Check-N-Run's figure 14. A DLRM with row-wise Adagrad passes over three million flights (the paper's
 model sees four billion examples: this one is far from converged); runs of one seed start alike and
@@ -13,6 +14,9 @@ held out after the last batch. Judged are those over the lifetime with `bits="au
 
 With `--slots` the table is stored exactly, and `slot_codec="auto"` rounds the slots of lazy Adam:
 two of the table's shape, a momentum and an accumulator.
+
+With `--lattice` the table is on a lattice at the error of 4 bits, and slots are exact or integers:
+1, 3 and 20 restores. Of five seeds these are 35 runs.
 
 Figures are written after each run: the same command goes on where it was stopped, and adds what
 was left out, or more seeds. Of five seeds these are 30 runs with `--only auto` and 130 in all, of
@@ -115,6 +119,7 @@ def run_seed(
                 Path(root, "run"),
                 bits=case.bits,
                 slots=case.slots,
+                codec=case.codec,
             )
         took = time.perf_counter() - start
         run = {"seed": seed, **case._asdict(), **figures, **_saved(saves)}
@@ -163,6 +168,9 @@ def main() -> None:
     parser.add_argument(
         "--slots", action="store_true", help="slots of lazy Adam, tables stored exactly"
     )
+    parser.add_argument(
+        "--lattice", action="store_true", help="tables on a lattice, at few restores"
+    )
     parser.add_argument("--seeds", type=int, help="runs of each case; 5, quick 2")
     parser.add_argument("--flights", type=int, help="of these a tenth is held out")
     args = parser.parse_args()
@@ -177,7 +185,9 @@ def main() -> None:
     seeds = args.seeds or (2 if args.quick else 5)
     with tempfile.TemporaryDirectory(prefix="cnr-bench-", dir=args.dir) as folder:
         for seed in range(seeds):
-            cases = setting.cases(fixed=args.only is None, slots=args.slots)
+            cases = setting.cases(
+                fixed=args.only is None, slots=args.slots, lattice=args.lattice
+            )
             run_seed(flights, cases, seed, report, Path(folder))
     present(report.runs, setting)
 

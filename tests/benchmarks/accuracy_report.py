@@ -19,6 +19,8 @@ from cnr_jax.policy.bits import bits_for
 AUTO: Literal["auto"] = "auto"
 # The most restores that 2, 3 and 4 bits are for, and more than any narrower width is for.
 AUTO_RESTORES = (1, 3, 20, 100)
+# Restores of tables on a lattice, and at the error of how many bits.
+LATTICE_RESTORES, LATTICE_BITS = (1, 3, 20), 4
 # Percent; the paper's, and this project's where noise does not hide it.
 MARK = 0.01
 # Restores of a table stored exactly, which must change nothing.
@@ -34,27 +36,30 @@ NAMES = {
 }
 Run = dict[str, Any]
 # Runs that were made before there was a choice.
-_EXACT: Run = {"slots": "raw"}
+_EXACT: Run = {"slots": "raw", "codec": "adaptive"}
 
 
 class Case(NamedTuple):
     """What tells runs of a seed apart.
 
     Attributes:
-        bits: of the default codec; "auto": as chosen for so many restores; None: tables are
-            stored exactly.
+        bits: of the codec; "auto": as chosen for so many restores; None: tables are stored
+            exactly.
         restores: how often the run was restored.
         slots: how those of the optimizer are stored, as `Options(slot_codec=...)` takes it.
+        codec: of tables that are not stored exactly.
     """
 
     bits: int | Literal["auto"] | None
     restores: int
     slots: str = "raw"
+    codec: str = "adaptive"
 
     def __str__(self) -> str:
         """Such as `auto (4 bits), 20 restores`."""
         chosen = f"auto ({bits_for(self.restores)} bits)"
         width = {None: "exact", AUTO: chosen}.get(self.bits, f"{self.bits} bits")
+        width += "" if self.codec == "adaptive" else f", {self.codec}"
         width += "" if self.slots == "raw" else f", slots {self.slots}"
         return f"{width}, {self.restores} restore{'s' if self.restores > 1 else ''}"
 
@@ -85,14 +90,22 @@ class Setting:
         """As JSON gives it back."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
-    def cases(self, *, fixed: bool = True, slots: bool = False) -> Iterator[Case]:
+    def cases(
+        self, *, fixed: bool = True, slots: bool = False, lattice: bool = False
+    ) -> Iterator[Case]:
         """All runs of a seed but the undisturbed one, those that are judged first.
 
         Args:
             fixed: also those at fixed bits.
             slots: instead of all these those of exact tables with rounded slots.
+            lattice: instead of all these those on a lattice, with exact slots and as integers.
         """
         yield Case(None, EXACT_RESTORES)
+        if lattice:
+            for restores in LATTICE_RESTORES:
+                for codec in ("raw", "moments"):
+                    yield Case(LATTICE_BITS, restores, codec, "lattice")
+            return
         if slots:
             yield from (Case(None, restores, "auto") for restores in self.restores)
             return
@@ -194,7 +207,10 @@ def present(runs: Sequence[Run], setting: Setting) -> None:
         f"{EXACT_RESTORES} restores of exact tables: greatest change, percent", worst, 0
     )
     _print_judged(found, "bits as chosen", lambda case: case.bits == AUTO)
-    _print_judged(found, "slots", lambda case: case.slots != "raw")
+    _print_judged(
+        found, "slots", lambda case: case.bits is None and case.slots != "raw"
+    )
+    _print_judged(found, "lattice", lambda case: case.codec == "lattice")
     _print_fixed(found, setting)
 
 

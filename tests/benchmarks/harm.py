@@ -18,9 +18,10 @@ first, as that of a run. It is what `bits="auto"` and the warning go by.
 
 Restores are made without files (`simulated_restores.py`), so a full run of all cases takes half
 an hour on two cores, a quick one half a minute. `--manager` takes some cases through
-`cnr_jax.CheckpointManager` instead, with `bits="auto"` and at fixed widths, and counts bytes and
-warnings. Figures are written after each run: the same command goes on where it was stopped, and
-adds seeds and cases. `--summary` writes what docs/accuracy.md shows. Nothing is timed.
+`cnr_jax.CheckpointManager` instead, with `bits="auto"`, at fixed widths and on a lattice of 4 bits,
+with moments as integers too. It counts bytes and warnings. Figures are written after each run: the
+same command goes on where it was stopped, and adds seeds and cases. `--summary` writes what
+docs/accuracy.md shows. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -123,10 +124,20 @@ for _model, _optimizers in (
 _OFTEN = Case("factorization", "Adam", 300, 20, 7, "late")
 _ONCE = Case("factorization", "Adam", 300, 1, 30, "late")
 QUICK = (_OFTEN, _ONCE)
+# How codecs that only a manager has are called among the widths.
+STORED: dict[Any, dict[str, Any]] = {
+    "lattice": {"codec": "lattice", "bits": 4},
+    "lattice, moments": {"codec": "lattice", "bits": 4, "slot_codec": "moments"},
+}
 MANAGED = [
-    (_OFTEN, (4, 8, "auto")),
-    (Case("factorization", "Adam", 300, 3, 30, "late"), (4, "auto")),
-    (_ONCE, (4,)),
+    (_OFTEN, (4, 8, "auto", *STORED)),
+    (Case("factorization", "Adam", 300, 3, 30, "late"), (4, "auto", *STORED)),
+    (_ONCE, (4, *STORED)),
+    *(
+        (Case("DLRM", "recorded Adagrad", 540, *cell, "spread"), (*STORED,))
+        for cell in ((1, 270), (3, 135), (20, 25))
+    ),
+    (Case("factorization", "AdamW", LONG, 3, 300, "late"), (*STORED,)),
 ]
 
 
@@ -206,8 +217,7 @@ def run_managed(
     """One pair whose restores go through the manager: also bytes, and warnings of harm."""
     reports: list[cnr.SaveReport] = []
     options = cnr.Options(
-        codec="adaptive",
-        bits=bits,
+        **STORED.get(bits, {"codec": "adaptive", "bits": bits}),
         rounding=rounding,
         expected_restores=case.restores if bits == "auto" else None,
         preservation_policy=ocp.checkpoint_managers.LatestN(1),

@@ -43,6 +43,7 @@ def train_restored(
     *,
     bits: int | Literal["auto"] | None,
     slots: str = "raw",
+    codec: str = "adaptive",
 ) -> tuple[dict[str, Figures], list[cnr.SaveReport]]:
     """A run with restores.
 
@@ -51,9 +52,10 @@ def train_restored(
         begun: an undisturbed run at the first of the stops; not changed.
         stops: steps after which it is restored.
         root: an empty folder.
-        bits: of the default codec; "auto": as chosen for so many restores; None: tables are
-            stored exactly.
+        bits: of the codec; "auto": as chosen for so many restores; None: tables are stored
+            exactly.
         slots: how those of the optimizer are stored, as `Options(slot_codec=...)` takes it.
+        codec: of tables that are not stored exactly.
 
     Returns:
         Its figures, and the report of each save.
@@ -61,7 +63,7 @@ def train_restored(
     run = begun.copy()
     reports: list[cnr.SaveReport] = []
     options = cnr.Options(
-        codec="raw" if bits is None else "adaptive",
+        codec="raw" if bits is None else codec,
         bits=bits,
         slot_codec=slots,
         expected_restores=len(stops) if bits == "auto" else None,
