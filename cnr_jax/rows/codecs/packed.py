@@ -32,10 +32,12 @@ CLASSES, GROUPS = 8, 8
 _MOST = 15
 # Integers for which one more class is learnt: each class costs the tables of its streams.
 _LEARNT_ELEMENTS = 1 << 13
-# Magnitude up to which integers are told apart; rows from which classes are learnt; and rounds.
+# Largest magnitude up to which integers are told apart; rows from which classes are learnt; and
+# rounds.
 _TAIL, _SAMPLE_ROWS, _ROUNDS = 7, 1 << 12, 12
-# Share of integers above one magnitude less up to which that will do: each one counted takes time.
-_FEW_LARGER = 0.02
+# Share of integers at and above a magnitude that need not be told apart: each one counted takes
+# time, and at this share a thousandth of the bytes is all that telling more apart would save.
+_FEW = 0.05
 # Integers that are counted at once, and rows that are transposed at once, to stay in the cache; and
 # bytes by which columns are longer than needed, as columns of a power of two share cache lines.
 _COUNTED_ELEMENTS, _TURNED_ROWS, _APART_BYTES = 1 << 18, 512, 64
@@ -72,11 +74,9 @@ def pack_rows(rows: np.ndarray) -> bytes:
     alive = np.flatnonzero(_are_alive(rows))
     classes, columns = np.zeros(count, np.uint8), np.zeros(width, np.uint8)
     if len(alive):
-        if len(alive) < count:
-            rows = taken(rows, alive)
-        found, columns = _classes(rows), _groups(rows)
+        found, columns = _classes(rows, alive), _groups(rows, alive)
         classes[alive] = found
-        turned = _turned(rows, np.argsort(found, kind="stable"))
+        turned = _turned(rows, alive[np.argsort(found, kind="stable")])
     groups = int(columns.max()) + 1
     packer = _make_packer()
     squeezed = packer.compress(_nibbles(classes).data)
@@ -157,7 +157,7 @@ def _are_alive(rows: np.ndarray) -> np.ndarray:
     """Whether each row has an integer that is not zero."""
     size = math.gcd(rows.shape[1] * rows.itemsize, 8)
     words, found = rows.view(f"u{size}"), np.empty(len(rows), np.bool_)
-    for some in _blocks(rows):
+    for some in _blocks(*rows.shape):
         block = words[some]
         ored = block[:, 0].copy()
         for word in block.T[1:]:
@@ -166,10 +166,10 @@ def _are_alive(rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def _blocks(rows: np.ndarray) -> Iterator[slice]:
+def _blocks(count: int, width: int) -> Iterator[slice]:
     """Slices of rows that are counted at once."""
-    at_once = max(_TURNED_ROWS, _COUNTED_ELEMENTS // rows.shape[1])
-    return (slice(i, i + at_once) for i in range(0, len(rows), at_once))
+    at_once = max(_TURNED_ROWS, _COUNTED_ELEMENTS // width)
+    return (slice(i, i + at_once) for i in range(0, count, at_once))
 
 
 def _ranges(classes: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -178,31 +178,48 @@ def _ranges(classes: np.ndarray) -> Iterator[tuple[int, int]]:
     return ((a, b) for a, b in itertools.pairwise(ends) if a < b)
 
 
-def _classes(rows: np.ndarray) -> np.ndarray:
-    """Learns classes from rows, none all zeros; returns the class of each, uint8, from 1."""
-    count, width = rows.shape
+def _classes(rows: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """Learns classes from the rows at some positions; returns the class of each, uint8, from 1."""
+    count, width = len(alive), rows.shape[1]
     classes = min(CLASSES, 1 + count * width // _LEARNT_ELEMENTS)
     found = np.ones(count, np.uint8)
     if classes > 1:
-        step = -(-count // _SAMPLE_ROWS)
-        sample, less = rows[::step], _TAIL - 1
-        larger = np.count_nonzero((sample > less) | (sample < -less))
-        tail = less if larger <= _FEW_LARGER * sample.size else _TAIL
+        sample = _turned(rows, _sample(alive))
+        tail = _tail(sample)
         learnt = _learnt(_counts(sample, tail), classes)
-        for some in _blocks(rows):
-            found[some] += _cheapest(_counts(rows[some], tail), *learnt)
+        for some in _blocks(count, width):
+            counts = _counts(_turned(rows, alive[some]), tail)
+            found[some] += _cheapest(counts, *learnt)
     return found
 
 
-def _counts(rows: np.ndarray, tail: int) -> np.ndarray:
+def _sample(alive: np.ndarray) -> np.ndarray:
+    return alive[:: -(-len(alive) // _SAMPLE_ROWS)]
+
+
+def _tail(sample: np.ndarray) -> int:
+    """Returns the magnitude from which on integers need not be told apart."""
+    tail, few = _TAIL, _FEW * sample.size
+    while (
+        tail > 2
+        and np.count_nonzero((sample >= tail - 1) | (sample <= 1 - tail)) <= few
+    ):
+        tail -= 1
+    return tail
+
+
+def _counts(turned: np.ndarray, tail: int) -> np.ndarray:
     """Counts integers in each row; those beyond the tail count as the tail.
+
+    Args:
+        turned: rows as columns, `[width, rows]`.
+        tail: magnitude, at most 127.
 
     Returns:
         float32[integers, rows], for the integers from -tail to tail.
     """
-    turned = _turned(
-        rows if rows.itemsize == 1 else np.clip(rows, -tail, tail).astype(np.int8)
-    )
+    if turned.itemsize > 1:
+        turned = np.clip(turned, -tail, tail).astype(np.int8)
     dtype = np.uint8 if len(turned) < 256 else np.uint32
     found = np.empty((2 * tail + 1, turned.shape[1]), np.float32)
     for i, value in enumerate(range(-tail, tail + 1)):
@@ -252,29 +269,25 @@ def _cheapest(counts: np.ndarray, costs: np.ndarray, own: np.ndarray) -> np.ndar
     return (least.astype(np.int32) & CLASSES - 1).astype(np.uint8)
 
 
-def _groups(rows: np.ndarray) -> np.ndarray:
+def _groups(rows: np.ndarray, alive: np.ndarray) -> np.ndarray:
     """Returns the group of each column, uint8: one for each octave of the mean magnitude."""
-    count, width = rows.shape
+    count, width = len(alive), rows.shape[1]
     if count * width < CLASSES * _LEARNT_ELEMENTS:
         return np.zeros(width, np.uint8)
-    step = -(-count // _SAMPLE_ROWS)
-    means = np.abs(rows[::step].astype(np.int32)).mean(axis=0) + 0.02
+    sample = taken(rows, _sample(alive)).astype(np.int32)
+    means = np.abs(sample).mean(axis=0) + 0.02
     octaves = np.round(np.log2(means)).astype(np.int64)
     lowest = max(int(octaves.min()), int(octaves.max()) - GROUPS + 1)
     _, found = np.unique(np.maximum(octaves, lowest), return_inverse=True)
     return found.astype(np.uint8)
 
 
-def _turned(rows: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
-    """Returns rows transposed, `[width, rows]`, in an order if one is given."""
-    count, width = rows.shape
-    found = _columns(count, width, rows.dtype)
-    for start in range(0, count, _TURNED_ROWS):
+def _turned(rows: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Returns the rows at some positions transposed, `[width, rows]`."""
+    found = _columns(len(at), rows.shape[1], rows.dtype)
+    for start in range(0, len(at), _TURNED_ROWS):
         some = slice(start, start + _TURNED_ROWS)
-        if order is None:
-            found[:, some] = rows[some].T
-        else:
-            found[:, some] = taken(rows, order[some]).T
+        found[:, some] = taken(rows, at[some]).T
     return found
 
 
@@ -294,12 +307,12 @@ def _stream(values: np.ndarray, item: np.dtype, packer: Any) -> Iterator[bytes]:
             continue
         largest = (1 << bits - 1) - 1
         symbols = values.view(unsigned) + unsigned.type(largest)
-        over = (
-            symbols > 2 * largest
-        )  # too small ones too, as negative numbers wrap round
-        if np.count_nonzero(over) <= share * len(values):
+        # Too small ones too, as negative numbers wrap round.
+        is_over = symbols > 2 * largest
+        if np.count_nonzero(is_over) <= share * len(values):
+            over = np.flatnonzero(is_over)
             rest = values[over].astype(item)
-            np.minimum(symbols, 2 * largest + 1, out=symbols)
+            symbols[over] = 2 * largest + 1
             packed = _packed(symbols.astype(np.uint8, copy=False), bits)
             break
     else:

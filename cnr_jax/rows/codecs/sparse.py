@@ -22,8 +22,8 @@ def items(rows: np.ndarray) -> np.ndarray:
 
 
 def taken(rows: np.ndarray, at: np.ndarray | slice) -> np.ndarray:
-    """Returns the rows at some positions."""
-    return items(rows)[at].view(rows.dtype).reshape(-1, rows.shape[1])
+    """Returns the rows at some positions, integers or a slice; a view where they are a slice."""
+    return rows[at] if isinstance(at, slice) else np.take(rows, at, axis=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
