@@ -83,6 +83,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
         (["user"], r"find_tables\(state, \['user'\]\)"),
         ({"user": "params/user"}, r"find_tables\(state, \{'user': 'params/user'\}\)"),
         ("user", r"find_tables\(state, 'user'\)"),
+        ([cnr.TableSpec("user")], r"find_tables\(state, names\)"),
         (jnp.zeros((8, 4)), r"find_tables\(state, names\)"),
     ],
 )
@@ -101,6 +102,12 @@ def test_names_are_not_taken_for_tables(
         with pytest.raises(OPTION, match=message):
             call()
     assert not root.exists()
+
+
+def test_a_table_spec_needs_a_name(state: Any) -> None:
+    given: Any = [cnr.TableSpec("params/user")]
+    with pytest.raises(errors.TableError, match="hint: name each"):
+        cnr.find_tables(state, given)
 
 
 def test_root_alone_is_given_by_position(tmp_path: Path, tables: Any) -> None:

@@ -171,7 +171,10 @@ def _specs(spec: Sequence[str] | Mapping[str, str | TableSpec]) -> dict[str, Tab
     specs: dict[str, TableSpec] = {}
     for name, value in pairs:
         if not isinstance(name, str) or not name.strip("/"):
-            raise TableError(f"a table's name must be a non-empty string, got {name!r}")
+            text = f"a table's name must be a non-empty string, got {name!r}"
+            if isinstance(name, TableSpec):
+                text += "\n  hint: name each: {'user': TableSpec(...)}"
+            raise TableError(text)
         if name in specs:
             raise TableError(f"table {name!r} is named twice")
         if not isinstance(value, str | TableSpec):

@@ -268,9 +268,12 @@ def check_tables(tables: object) -> None:
     """
     if isinstance(tables, Tables):
         return
-    given = tables.values() if isinstance(tables, Mapping) else tables
+    given: Any = tables
+    kinds: Any = str
+    if isinstance(tables, Mapping):
+        given, kinds = tables.values(), str | TableSpec
     is_spec = isinstance(given, Collection) and all(
-        isinstance(each, str | TableSpec) for each in given
+        isinstance(each, kinds) for each in given
     )
     wanted = f"find_tables(state, {tables!r})" if is_spec else ""
     raise errors.OptionError(
