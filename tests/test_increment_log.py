@@ -24,7 +24,7 @@ from cnr_jax.checkpointer.saving import merging as merging_module
 from cnr_jax.checkpointer.saving.merging import Merging
 from cnr_jax.format import names
 from cnr_jax.policy import Decision, SaveRecord
-from cnr_jax.repository.compaction.baseline import write_baseline
+from cnr_jax.repository.compaction.baseline import Request, write_baseline
 from cnr_jax.repository.index.save_plan import MergedBaseline
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import names_in
@@ -43,9 +43,8 @@ pytestmark = pytest.mark.usefixtures("unsynced")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merges in this process: to start another one takes seconds."""
 
-    def made(self: Merging, root: Any, given: list[str]) -> MergedBaseline:
-        _, directory, item, folder, process = given
-        return write_baseline(root, directory, item, folder, int(process))
+    def made(self: Merging, root: Any, request: Request) -> MergedBaseline:
+        return write_baseline(root, request)
 
     monkeypatch.setattr(Merging, "_made", made)
 

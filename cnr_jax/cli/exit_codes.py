@@ -160,7 +160,7 @@ def _say(text: str) -> None:
             print(printable(line, sys.stderr.encoding), file=sys.stderr)
 
 
-def print_json(name: str, document: dict[str, Any]) -> None:
+def print_json(name: str, document: dict[str, Any], *, on_a_line: bool = False) -> None:
     """Prints the findings of a verb as one JSON object."""
     whole = {"schema": SCHEMA, "verb": name, **document}
-    print_text(json.dumps(whole, indent=1, allow_nan=False))
+    print_text(json.dumps(whole, indent=None if on_a_line else 1, allow_nan=False))

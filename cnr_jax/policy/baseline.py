@@ -223,19 +223,22 @@ class IncrementLog:
     """Policy of deltas on the save before, whose chains are merged in the background.
 
     A save writes only what has changed since the last committed one, as with `Consecutive`. Once
-    its chain is long, a process of low priority merges that chain into a baseline, from stored
-    bytes to stored bytes. The next save brings the baseline along: it is full, although training
-    has written only a delta. So restores stay short, and training writes one baseline in a run; of
-    rows on a lattice one more whenever they have grown out of their step.
+    its chain is long, another process merges that chain into a baseline, from stored bytes to
+    stored bytes: one of low priority on the host of process 0, or a program elsewhere. The next
+    save brings the baseline along: it is full, although training has written only a delta. So
+    restores stay short, and training writes one baseline in a run; of rows on a lattice one more
+    whenever they have grown out of their step.
 
     Attributes:
         merge_at: number of checkpoints in a chain, the full one among them, from which on it is
             merged; 2 or more.
         max_chain: most deltas that a restore has to replay, for runs in which merges fail or take
             longer than saves. The save after that many is full. None: four times `merge_at`.
+        elsewhere: whether a program that you have started merges, `cnr-jax compact ROOT --follow`,
+            and takes no time of this host. Where none does, chains grow up to `max_chain`.
 
     Raises:
-        OptionError: if `merge_at` is less than 2, or `max_chain` less than 1.
+        OptionError: if `merge_at` is less than 2, `max_chain` less than 1, or `elsewhere` no bool.
 
     Example:
         >>> saves = [
@@ -251,6 +254,7 @@ class IncrementLog:
     name: ClassVar[str] = "increment_log"
     merge_at: int = 4
     max_chain: int | None = None
+    elsewhere: bool = False
 
     def __post_init__(self) -> None:
         take_integers(self, "merge_at")
@@ -260,6 +264,15 @@ class IncrementLog:
                 f"merge_at cannot be {self.merge_at!r}\n"
                 "  expected a number of checkpoints, 2 or more\n"
                 "  hint: Full() writes no deltas, Consecutive() merges none"
+            )
+        if self.max_chain is not None and self.max_chain + 1 < self.merge_at:
+            raise OptionError(
+                f"no chain is ever merged: it has at most {self.max_chain + 1} checkpoints\n"
+                f"  got max_chain={self.max_chain}, merge_at={self.merge_at}"
+            )
+        if type(self.elsewhere) is not bool:
+            raise OptionError(
+                f"elsewhere cannot be {self.elsewhere!r}\n  expected True or False"
             )
 
     def decide(self, history: Sequence[SaveRecord]) -> Decision:

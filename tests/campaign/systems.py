@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import time
 from pathlib import Path
@@ -37,10 +39,10 @@ def policy_of_runs() -> Policy:
     return cnr.IncrementLog(merge_at=2) if MERGES in os.environ else cnr.Consecutive()
 
 
-def _merged_here(self: Merging, root: Any, given: list[str]) -> MergedBaseline:
+def _merged_here(self: Merging, root: Any, request: baseline.Request) -> MergedBaseline:
     """Merges in this process, whose calls are counted, as the process of its own would."""
-    baseline.main(given)
-    return baseline.take_note(root, given[3])
+    baseline.main([os.fspath(root), json.dumps(dataclasses.asdict(request))])
+    return baseline.take_note(root, request)
 
 
 if MERGES in os.environ:

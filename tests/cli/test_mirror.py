@@ -37,11 +37,11 @@ __all__ = ["far", "root"]  # fixtures
 
 
 @contextlib.contextmanager
-def called(*words: Any) -> Iterator[subprocess.Popen[str]]:
+def called(*words: Any, verb: str = "mirror") -> Iterator[subprocess.Popen[str]]:
     """The command, which is ended if the test does not end it."""
     found = [str(Path(cnr.__file__).parents[1]), *filter(None, sys.path)]
     with subprocess.Popen(
-        [sys.executable, "-m", "cnr_jax", "mirror", *map(str, words)],
+        [sys.executable, "-m", "cnr_jax", verb, *map(str, words)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

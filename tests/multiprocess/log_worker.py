@@ -14,16 +14,15 @@ from worker import Run
 
 import cnr_jax as cnr
 from cnr_jax.checkpointer.saving.merging import Merging
-from cnr_jax.repository.compaction.baseline import write_baseline
+from cnr_jax.repository.compaction.baseline import Request, write_baseline
 from cnr_jax.repository.index.save_plan import MergedBaseline
 
 STEPS = 6
 
 
-def merge_here(self: Merging, root: Any, given: list[str]) -> MergedBaseline:
+def merge_here(self: Merging, root: Any, request: Request) -> MergedBaseline:
     """Merges in this process: to start another one takes long on a busy machine."""
-    _, directory, item, folder, process = given
-    return write_baseline(root, directory, item, folder, int(process))
+    return write_baseline(root, request)
 
 
 def main() -> None:

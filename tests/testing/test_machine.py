@@ -127,8 +127,9 @@ def merged_at_once(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def merge(self: Merging, root: Any, plan: Any, item: str, process: int) -> None:
         folder = baseline.folder_for(plan.directory)
+        request = baseline.Request(plan.directory, item, folder, process)
         try:
-            made = baseline.write_baseline(root, plan.directory, item, folder, process)
+            made = baseline.write_baseline(root, request)
         except (errors.CnrError, OSError):
             counts["failed merge"] += 1
             baseline.remove_baseline(root, folder)

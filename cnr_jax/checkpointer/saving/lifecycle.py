@@ -77,7 +77,8 @@ class Lifecycle:
         self._writer, self._planner = writer, planner
         self._min_fulls = options.min_fulls
         self._has_said_dropped = False
-        self.merging = Merging(self._offer)
+        elsewhere = bool(getattr(options.policy, "elsewhere", False))
+        self.merging = Merging(self._offer, elsewhere=elsewhere)
         self.listener = Listener(options.on_save, metrics=options.metrics)
         self.report: SaveReport | None = None
         self.last_failure: errors.CnrError | None = None

@@ -1,8 +1,9 @@
-"""Merging of chains beside a run: a process of low priority makes the baselines of later saves."""
+"""Merging of chains beside a run: another process makes the baselines of later saves."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-from cnr_jax.repository.compaction import baseline as child
+from cnr_jax.repository.compaction import baseline
+from cnr_jax.repository.compaction.baseline import Request
+from cnr_jax.repository.compaction.requests import await_merge
 from cnr_jax.repository.index.save_plan import MergedBaseline, SavePlan
 from cnr_jax.repository.store import AnyPath
 from cnr_jax.texts import logger
@@ -37,24 +40,29 @@ def watch(parent):
 parent, paths, *given = sys.argv[1:]
 threading.Thread(target=watch, args=(int(parent),), daemon=True).start()
 sys.path[:] = json.loads(paths)
-from {child.__name__} import main
+from {baseline.__name__} import main
 main(given)
 """
 
 
 class Merging:
-    """Merges the chain of one step at a time, in a process of its own, on process 0.
+    """Merges the chain of one step at a time, on process 0 of the run.
+
+    A process of low priority does it, or a program that somebody has started elsewhere.
 
     Args:
         offer: function that gets each baseline that is made.
+        elsewhere: whether another program makes them, such as `cnr-jax compact --follow`.
     """
 
-    def __init__(self, offer: Callable[[MergedBaseline], None]) -> None:
-        self._offer = offer
+    def __init__(
+        self, offer: Callable[[MergedBaseline], None], *, elsewhere: bool = False
+    ) -> None:
+        self._offer, self._elsewhere = offer, elsewhere
+        self._closing = threading.Event()
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-        self._is_closed = False
 
     @property
     def is_busy(self) -> bool:
@@ -71,12 +79,12 @@ class Merging:
             process: number of the process whose rows they become.
         """
         with self._lock:
-            if self._is_closed or self.is_busy:
+            if self._closing.is_set() or self.is_busy:
                 return
-            folder = child.folder_for(plan.directory)
-            given = [os.fspath(root), plan.directory, item, folder, str(process)]
+            folder = baseline.folder_for(plan.directory)
+            request = Request(plan.directory, item, folder, process)
             thread = threading.Thread(
-                target=self._run, args=(root, given), name="cnr_merge", daemon=True
+                target=self._run, args=(root, request), name="cnr_merge", daemon=True
             )
             try:
                 thread.start()
@@ -87,33 +95,36 @@ class Merging:
     def close(self) -> None:
         """Ends the process, and removes what it has written."""
         with self._lock:
-            self._is_closed = True
+            self._closing.set()
             running, thread = self._running, self._thread
         if running is not None:
             running.kill()
         if thread is not None:
             thread.join(_STOP_SECS)
 
-    def _run(self, root: AnyPath, given: list[str]) -> None:
-        _, directory, _, folder, _ = given
+    def _run(self, root: AnyPath, request: Request) -> None:
         try:
-            made = self._made(root, given)
+            if self._elsewhere:
+                made = await_merge(root, request, self._closing)
+            else:
+                made = self._made(root, request)
         except Exception as error:  # only a shorter chain depends on it
-            if not self._is_closed:
+            if not self._closing.is_set():
                 text = "the chain of step %s is not merged: %s"
-                _log.warning(text, directory, error)
+                _log.warning(text, request.directory, error)
             made = None
-        if made is None or self._is_closed:
-            child.remove_baseline(root, folder)
+        if made is None or self._closing.is_set():
+            baseline.remove_baseline(root, request.folder)
         else:
             self._offer(made)
 
-    def _made(self, root: AnyPath, given: list[str]) -> MergedBaseline:
+    def _made(self, root: AnyPath, request: Request) -> MergedBaseline:
         """Runs the process; returns its baseline.
 
         Raises:
             ValueError, OSError: if there is none.
         """
+        given = os.fspath(root), json.dumps(dataclasses.asdict(request))
         # Outside the lock, as this waits for workers that another thread forks meanwhile.
         running = subprocess.Popen(
             [
@@ -130,8 +141,8 @@ class Merging:
             os.setpriority(os.PRIO_PROCESS, running.pid, _NICE)
         with self._lock:
             self._running = running
-            if self._is_closed:
+            if self._closing.is_set():
                 running.kill()
         if code := running.wait():
             raise ValueError(f"the process that merges ended with code {code}")
-        return child.take_note(root, given[3])
+        return baseline.take_note(root, request)

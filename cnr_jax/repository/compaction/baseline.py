@@ -19,13 +19,30 @@ from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.manifest_writer import totals_of
 from cnr_jax.repository.rows_writer import write_process
 from cnr_jax.repository.step_reader import open_chain
-from cnr_jax.repository.store import AnyPath, store_of
+from cnr_jax.repository.store import AnyPath, exists, read_small, store_of
 from cnr_jax.repository.store.kept_chunks import KeptChunks
 
 # Bytes of chunks that are kept while rows are cut from them, and that TensorStore may keep.
 _KEPT_BYTES, _CACHE_BYTES = 4 * BLOCK_BYTES, 1 << 20
-# In the folder of a baseline: what became of the merge.
-_NOTE = "merged.json"
+# In the folder of a baseline: what came of the merge.
+_NOTE, _MOST_BYTES = "merged.json", 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """Request for a baseline.
+
+    Attributes:
+        directory: name of the directory of the step whose chain is to be merged.
+        item: name of its item.
+        folder: name of the folder for the baseline, see `folder_for`.
+        process: number of the process whose rows they become.
+    """
+
+    directory: str
+    item: str
+    folder: str
+    process: int
 
 
 def folder_for(directory: str) -> str:
@@ -33,37 +50,32 @@ def folder_for(directory: str) -> str:
     return f"{directory}{names.TEMPORARY_SUFFIX}-{secrets.randbelow(1 << 48)}"
 
 
-def write_baseline(
-    root: AnyPath, directory: str, item: str, folder: str, process: int
-) -> MergedBaseline:
+def write_baseline(root: AnyPath, request: Request) -> MergedBaseline:
     """Merges the chain of a step into a folder of the root, durably.
 
     Args:
         root: root that holds the step.
-        directory: name of its directory.
-        item: name of its item.
-        folder: name of the folder, which must not exist.
-        process: number of the process whose rows they become.
+        request: what is asked for.
 
     Raises:
         ChainError, IntegrityError, FormatError: if a part of the chain is damaged.
         OSError: if a file cannot be read or written.
     """
-    path = root / folder
+    path = root / request.folder
     store_of(path).make_folder(path)
     kept = KeptChunks(_KEPT_BYTES, _CACHE_BYTES)
-    chain = open_chain(root, directory, item, kept=kept)
+    chain = open_chain(root, request.directory, request.item, kept=kept)
     last = chain[-1].manifest
     compression = last.encoding.compression if last.encoding else None
-    rows = MergedRows(chain, path, compression, process=process)
+    rows = MergedRows(chain, path, compression, process=request.process)
     made = rows.write(last.uuid, dense=False)
     digest = write_process(path, made, syncs=rows.syncs)
     totals = totals_of([made], (digest,))
     return MergedBaseline(
-        folder=folder,
-        directory=directory,
+        folder=request.folder,
+        directory=request.directory,
         uuid=last.uuid,
-        process=process,
+        process=request.process,
         layers=1 + max((tile.layer for tile in made.tiles), default=0),
         digest=digest.sha256,
         bytes=digest.bytes,
@@ -93,32 +105,57 @@ def problem_of(root: AnyPath, baseline: MergedBaseline) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Merges as `write_baseline` does, in a process of its own; notes what came of it.
+    """Merges in a process of its own, and notes what came of it.
 
     Args:
-        arguments: root, and the other arguments of `write_baseline`.
+        arguments: the root, and a `Request` as JSON.
     """
-    given, directory, item, folder, process = arguments
-    root = open_root(given)
+    root, request = open_root(arguments[0]), Request(**json.loads(arguments[1]))
     try:
-        made = write_baseline(root, directory, item, folder, int(process))
-        told = dataclasses.asdict(made)
+        made = write_baseline(root, request)
     except Exception as error:
-        told = {"error": str(error)}
-    note = root / folder / _NOTE
-    store_of(note).write(note, json.dumps(told).encode(), replaces=True)
+        note_failure(root, request.folder, str(error))
+    else:
+        note(root, made)
 
 
-def take_note(root: AnyPath, folder: str) -> MergedBaseline:
-    """Takes the baseline out of the note that `main` has left in its folder.
+def note(root: AnyPath, baseline: MergedBaseline) -> None:
+    """Notes in the folder of a baseline that it is complete."""
+    _note(root, baseline.folder, dataclasses.asdict(baseline))
+
+
+def note_failure(root: AnyPath, folder: str, problem: str) -> None:
+    """Notes in the folder of a baseline why there is none."""
+    _note(root, folder, {"error": problem})
+
+
+def _note(root: AnyPath, folder: str, told: dict[str, object]) -> None:
+    path = root / folder / _NOTE
+    store_of(path).write(path, json.dumps(told).encode(), replaces=True)
+
+
+def is_answered(folder: AnyPath) -> bool:
+    """Whether it is noted in the folder of a baseline what came of it."""
+    return exists(folder / _NOTE)
+
+
+def take_note(root: AnyPath, request: Request) -> MergedBaseline:
+    """Takes the baseline out of the note in its folder.
 
     Raises:
-        ValueError: saying why it could not be made.
-        OSError: if there is no note, or it cannot be read.
+        ValueError: saying why it could not be made, or that the note is of another.
+        FormatError, OSError: if there is no note, or it cannot be read.
     """
-    note = root / folder / _NOTE
-    told = json.loads(store_of(note).read(note))
+    path = root / request.folder / _NOTE
+    told = json.loads(read_small(path, _MOST_BYTES))
     if "error" in told:
         raise ValueError(told["error"])
-    store_of(note).remove_file(note)
-    return MergedBaseline(**told)
+    found = MergedBaseline(**told)
+    for field in dataclasses.fields(MergedBaseline):
+        value = getattr(found, field.name)
+        # What it does not have for itself is what it was asked for.
+        expected = getattr(request, field.name, value)
+        if type(value).__name__ != field.type or value != expected:
+            raise ValueError(f"its note has {value!r} as {field.name}")
+    store_of(path).remove_file(path)
+    return found

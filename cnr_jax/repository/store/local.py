@@ -36,6 +36,9 @@ _TRIES = 10
 # Errors that prove that a path leads to nothing, and will not pass by themselves.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
+# Errors of `link` where there are no hard links.
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
+
 # Errors where folders cannot be synced, or not be opened for it. Linux says EINVAL if a file system
 # has no such operation (vboxsf, CIFS before 4.17). File systems that are programs say what they
 # like. Other systems say that only files open for writing can be synced. PostgreSQL, coreutils,
@@ -211,6 +214,12 @@ class LocalStore(Streams):
             self._write(temporary, data)
             with naming(path):
                 os.link(os.fspath(temporary), os.fspath(path))
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # A reader may find it cut short, but no two writers make it.
+            with naming(path), open(os.fspath(path), "xb") as file:
+                file.write(data)
         finally:
             Path(os.fspath(temporary)).unlink(missing_ok=True)
 
