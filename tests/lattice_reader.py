@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,10 @@ def put(
     stored = part("integers", dim)
     modulus = 1 << 8 * stored.itemsize
     integers, scale = stored.astype(np.int64), part("scale", 1)
-    if "below" in segment:
+    if is_added(segment):
         below, before = state["integers"][ids], state["scale"][ids]
         parts = (below.astype(stored.dtype), before)
-        digests = [hashlib.blake2b(x.tobytes(), digest_size=4) for x in parts]
-        assert "".join(each.hexdigest() for each in digests) == segment["below"]
+        compare(segment, [x.tobytes() for x in parts])
         for i, (old, new) in enumerate(zip(before[:, 0], scale[:, 0], strict=True)):
             n = int(np.log2(old / new))
             if n >= 0:
@@ -107,6 +107,20 @@ def put(
     state["is_raw"][ids] = False
 
 
+def is_added(segment: dict[str, Any]) -> bool:
+    return "below" in segment or "below_crc32" in segment
+
+
+def compare(segment: dict[str, Any], parts: list[bytes]) -> None:
+    """Section 7: what a segment is added to is what it was taken from."""
+    if "below_crc32" in segment:
+        digits = [f"{zlib.crc32(data):08x}" for data in parts]
+        assert "".join(digits) == segment["below_crc32"]
+        return
+    digits = [hashlib.blake2b(data, digest_size=4).hexdigest() for data in parts]
+    assert "".join(digits) == segment["below"]
+
+
 def put_moments(
     name: str,
     segment: dict[str, Any],
@@ -118,16 +132,16 @@ def put_moments(
     """Section 7: integers and centres of squares are added, counts of means are not."""
     octaves = "integers" if name == "cnr.octave" else "octaves"
     widths = {octaves: dim, "centre": 1} if dim > 1 else {octaves: dim}
-    digests = [hashlib.blake2b(digest_size=4) for _ in range(2)]
-    for each, digest in zip(widths, digests, strict=False):
+    parts = [b"", b""]
+    for number, each in enumerate(widths):
         found = part(each, widths[each]).astype(np.int64)
-        if "below" in segment:
+        if is_added(segment):
             below = state[each][ids]
-            digest.update(below.astype(np.int16).tobytes())
+            parts[number] = below.astype(np.int16).tobytes()
             found = (found + below + 2**15) % 2**16 - 2**15
         state[each][ids] = found
-    if "below" in segment:
-        assert "".join(each.hexdigest() for each in digests) == segment["below"]
+    if is_added(segment):
+        compare(segment, parts)
     if name == "cnr.unit":
         state["integers"][ids] = part("integers", dim)
     state["is_raw"][ids] = False

@@ -29,10 +29,12 @@ MERGED = "merged"
 # Full checkpoints that bring a merged baseline along: rows that they have saved themselves are in a
 # layer over it, and may be added to it.
 BASELINE = "baseline"
+# Segments that are added to rows of which a CRC-32 is noted, where there was a BLAKE2b digest.
+CRC32 = "crc32"
 # What this reader understands beyond version 1 itself. A checkpoint that requires a feature
 # not listed here is refused, never read partly.
 KNOWN_FEATURES: frozenset[str] = frozenset(
-    {ZSTD, BLOSC, DENSE_TILES, LATTICE, MOMENTS, MERGED, BASELINE}
+    {ZSTD, BLOSC, DENSE_TILES, LATTICE, MOMENTS, MERGED, BASELINE, CRC32}
 )
 
 # Reserved: they will mean what SPEC.md, section 11, says, and are refused until then.

@@ -40,6 +40,8 @@ CHUNK_CODECS = {
     names.PACKED_ROWS: names.LATTICE,
 }
 PROCESS_FORMAT = f"{names.FORMAT}.process"
+# Fields for the digest of the rows below. Where a segment has both, the first counts.
+_DIGESTS = ("below_crc32", "below")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +108,20 @@ class Segment:
     """Encoded rows: indices into the codecs and row ids of the process, and the parts.
 
     Attributes:
-        below: digest of the rows below, to which these are added; None: these replace them, and
-            the field is not stored.
+        below_crc32: CRC-32s of the rows below, to which these are added; None: not stored.
+        below: their BLAKE2b digests instead, of earlier revisions; None: not stored.
     """
 
     codec: int
     row_ids: int
     parts: Mapping[str, PartRef]
+    below_crc32: str | None = None
     below: str | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the rows below, of either kind; None: these rows replace those below."""
+        return self.below_crc32 or self.below
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +206,11 @@ class ProcessManifest:
         """Features, beyond the version, that a reader needs to know to read this."""
         entries = [*self.arrays.values(), *([self.dense.array] if self.dense else ())]
         found = {CHUNK_CODECS[e.compressed.codec] for e in entries if e.compressed}
-        if any(segment.below for tile in self.tiles for segment in tile.segments):
+        added = [s for tile in self.tiles for s in tile.segments if s.digest]
+        if added:
             found.add(names.LATTICE)
+        if any(segment.below_crc32 for segment in added):
+            found.add(names.CRC32)
         if any(codec.name in names.MOMENT_CODECS for codec in self.codecs):
             found.add(names.MOMENTS)
         return frozenset(found | ({names.DENSE_TILES} if self.dense else set()))
@@ -247,7 +258,11 @@ def _tile_json(tile: Tile) -> dict[str, object]:
                     name: {"array": part.array, "offset": part.offset}
                     for name, part in segment.parts.items()
                 },
-                **({"below": segment.below} if segment.below else {}),
+                **{
+                    name: found
+                    for name in _DIGESTS
+                    if (found := getattr(segment, name)) is not None
+                },
             }
             for segment in tile.segments
         ],
@@ -378,7 +393,9 @@ def _quick_tile(item: Any) -> Tile | None:
 
 def _quick_segment(item: Any) -> Segment | None:
     codec, row_ids = item["codec"], item["row_ids"]
-    if not (is_integer(codec) and is_integer(row_ids)) or "below" in item:
+    if not (is_integer(codec) and is_integer(row_ids)) or any(
+        name in item for name in _DIGESTS
+    ):
         return None
     parts: dict[str, PartRef] = {}
     for name, part in item["parts"].items():
@@ -396,6 +413,9 @@ def _read_segment(fields: Fields) -> Segment:
         parts=fields.mapping(
             "parts",
             lambda f: PartRef(array=f.text("array"), offset=f.integer("offset")),
+        ),
+        below_crc32=(
+            fields.hexadecimal("below_crc32", 16) if fields.has("below_crc32") else None
         ),
         below=fields.hexadecimal("below", 16) if fields.has("below") else None,
     )

@@ -398,7 +398,7 @@ class RowsWriter:
                     codec=self._codec(plan.codec),
                     row_ids=ids,
                     parts=self._offsets[run],
-                    below=self._residual.below(run),
+                    below_crc32=self._residual.below(run),
                 )
             )
             for at, where in self._escaped.get(run, ()):

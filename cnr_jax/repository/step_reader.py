@@ -382,7 +382,7 @@ def _follows(
     first, second = before.segments[0], tile.segments[0]
     if first.codec != second.codec or first.parts.keys() != second.parts.keys():
         return False
-    if first.below or second.below:
+    if first.digest or second.digest:
         return False  # a digest covers one tile
     count = row_ids[first.row_ids].count
     for name, part in first.parts.items():

@@ -9,6 +9,7 @@
     python tests/data/generate.py v1-dense
     python tests/data/generate.py v1-blosc
     python tests/data/generate.py v1-sums
+    python tests/data/generate.py v1-crc32-sums
 
 The first writes `tests/data/v1/root/`, three steps that rest on each other, and
 `tests/data/v1/expected.npz`: what was saved (`truth/...`) and what it must restore to
@@ -19,8 +20,9 @@ for one table, in a manifest that says so; the sixth the first two, with so many
 manifests say how far, and a rounding that was asked for; the seventh the first two, with dense
 leaves of every kind, as tiles; the eighth the first, compressed, its numbers of several bytes by
 blosc, as the second would be today; the ninth three steps of another state, of one process and
-device, whose table and slots are sums of integers. In the first six Orbax has written the dense
-leaves, and they can only be written by versions of the library from before it stored them as tiles.
+device, whose table and slots are sums of integers; the tenth the same three, with CRC-32s of what
+is added to. In the first six Orbax has written the dense leaves, and they can only be written by
+versions of the library from before it stored them as tiles; the ninth by those from before CRC-32s.
 What is written once stays: a folder that exists is refused.
 """
 

@@ -27,4 +27,4 @@ def test_two_processes_store_differences_of_moments(tmp_path: Path) -> None:
         tiles = json.loads(path.read_bytes())["tiles"]
         assert {tile["leaf"] for tile in tiles} == {"table", "opt/mu", "opt/nu"}
         for tile in tiles:
-            assert any("below" in segment for segment in tile["segments"]), tile
+            assert any("below_crc32" in segment for segment in tile["segments"]), tile

@@ -170,7 +170,7 @@ def _tile_of(
         for each in stored_segments(wanted.chain, wanted.table, wanted.name, box[1:])
         if each.tile.box[0][0] < box[0][1] and box[0][0] < each.tile.box[0][1]
     ]
-    adding = [each.encoding for each in found if each.segment.below is not None]
+    adding = [each.encoding for each in found if each.segment.digest is not None]
     own = [each for each in found if over is None or each.reader in over]
     main = next(iter([*adding, *(each.encoding for each in own)]), None)
     tile = MergedTile(wanted, over, box, layer, main, 0, ())

@@ -318,7 +318,7 @@ class Held:
     @property
     def adds(self) -> bool:
         """Whether the rows are added to those before them, rather than replace them."""
-        return self.segment.below is not None
+        return self.segment.digest is not None
 
     def sources(self, parts: Sequence[str]) -> object:
         """Key of what some parts of the rows come from: equal for a leaf that shares them."""
@@ -327,7 +327,7 @@ class Held:
             id(self.reader),
             self.process,
             self.segment.row_ids,
-            self.segment.below,
+            self.segment.digest,
             refs,
         )
 
@@ -347,7 +347,7 @@ class Held:
     def digest(self) -> Digest:
         """Makes an empty digest, to be taken of all rows below the whole segment."""
         assert isinstance(self.encoding.codec, Residual)
-        return Digest(self.encoding.codec)
+        return Digest(self.encoding.codec, is_crc=self.segment.below_crc32 is not None)
 
     def check_below(self, digest: Digest) -> None:
         """Checks that the rows below the whole segment are those its differences were taken from.
@@ -356,11 +356,11 @@ class Held:
             IntegrityError: if they are others.
         """
         found = digest.hexdigest()
-        if found != self.segment.below:
+        if found != self.segment.digest:
             where = os.fspath(self.reader.directory)
             raise errors.IntegrityError(
                 f"{where}: differences do not belong to the rows below them\n"
-                f"  got rows of digest {found}, expected {self.segment.below}",
+                f"  got rows of digest {found}, expected {self.segment.digest}",
                 kind="foreign_rows",
                 path=where,
             )
@@ -415,7 +415,7 @@ def stored_segments(
             trailing = tuple(stop - start for start, stop in tile.box[1:])
             for segment in tile.segments:
                 codec = reader.codec(process, segment.codec)
-                if segment.below is not None:
+                if segment.digest is not None:
                     lowest = reader is chain[0] and not tile.layer
                     _check_adds(reader, codec, is_full=lowest)
                 stored, encoding = _encodings(codec, trailing, shared, dtype)

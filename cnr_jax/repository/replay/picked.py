@@ -46,7 +46,7 @@ def picked_rows(
         FormatError: if segments do not fit their codecs.
     """
     if any(
-        segment.below
+        segment.digest
         for reader in chain
         for _, tile in reader.tiles(table, leaf)
         for segment in tile.segments

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TypeGuard
+import zlib
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -22,10 +23,18 @@ def is_on_step(codec: object) -> TypeGuard[Lattice]:
 
 
 class Digest:
-    """Digest of the rows below, in the order of the rows: 8 hex digits for each summed part."""
+    """Digest of the rows below, in the order of the rows: 8 hex digits for each summed part.
 
-    def __init__(self, codec: Residual) -> None:
-        self._of = {name: hashlib.blake2b(digest_size=4) for name in codec.summed}
+    Args:
+        codec: codec of the rows.
+        is_crc: whether it is of CRC-32s; else of BLAKE2b, as earlier revisions wrote it.
+    """
+
+    def __init__(self, codec: Residual, *, is_crc: bool = True) -> None:
+        self._of: dict[str, Any] = {
+            name: _Crc32() if is_crc else hashlib.blake2b(digest_size=4)
+            for name in codec.summed
+        }
 
     def update(self, parts: Parts) -> None:
         """Adds the parts of more rows to the digest."""
@@ -36,6 +45,19 @@ class Digest:
     def hexdigest(self) -> str:
         """Hex digits of the digest of all rows that were added so far."""
         return "".join(found.hexdigest() for found in self._of.values())
+
+
+class _Crc32:
+    """CRC-32 with the methods of `hashlib`: four times as fast as BLAKE2b."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
 
 
 def costs_less(difference: np.ndarray, integers: np.ndarray) -> bool:
