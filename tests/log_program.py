@@ -1,8 +1,8 @@
 """Programs of a run by a log of increments, which are killed at random; started by tests.
 
-`train` goes on from the newest step and saves, has chains merged, and keeps three steps. `read`
-restores the newest step again and again, and compares it. `prune` deletes what is superfluous, as
-often as no manager may be saving.
+`train` goes on from the newest step and saves, has chains merged, by a program elsewhere if its
+salt is even, and keeps three steps. `read` restores the newest step again and again, and compares
+it. `prune` deletes what is superfluous, as often as no manager may be saving.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def train(root: str, salt: str, saves: str = "4000") -> None:
     state = bucket_program.first_state()
     tables = cnr.find_tables(state, ["user"])
     touched = cnr.init_touched(state, tables)
+    policy = cnr.IncrementLog(merge_at=2, elsewhere=int(salt) % 2 == 0)
     with cnr.CheckpointManager(
         root,
         tables=tables,
-        options=cnr.Options(codec="raw", policy=cnr.IncrementLog(merge_at=2)),
+        options=cnr.Options(codec="raw", policy=policy),
         orbax_options=ocp.CheckpointManagerOptions(max_to_keep=3),
     ) as manager:
         if manager.latest_step() is not None:

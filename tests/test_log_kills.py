@@ -114,6 +114,7 @@ def test_programs_of_a_log_that_are_killed_lose_nothing(
         Program(
             "mirror", tmp_path, "-m", "cnr_jax", "mirror", root, mirror, "--follow"
         ),
+        Program("compact", tmp_path, "-m", "cnr_jax", "compact", root, "--follow"),
     ]
     for each in programs:
         request.addfinalizer(each.close)
@@ -149,13 +150,14 @@ def test_programs_of_a_log_that_are_killed_lose_nothing(
     copied = check_all(path_of(mirror))
     assert copied[-1] == steps[-1] + 3
     counts = Counter(
-        (each.name, *line[: 1 if line[0] == "read" else 3 : 2])
+        (each.name, *line[: 1 if line[0] in ("read", "step") else 3 : 2])
         for each in programs
         for line in each.lines()
     )
     print(dict(killed), {" ".join(k): n for k, n in counts.items()})
     print("ended by themselves", {each.name: each.refused for each in programs})
     assert counts["train", "saved", "full"] > 1, "a chain was merged"
+    assert counts["compact", "step"] > 1, "and one elsewhere"
 
 
 @pytest.mark.timeout(7200)
