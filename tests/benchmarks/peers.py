@@ -18,6 +18,7 @@ from systems_jax import (
     Cnr4,
     Cnr4Zstd,
     Cnr8,
+    CnrLattice,
     CnrRaw,
     Numpy,
     Orbax,
@@ -28,7 +29,7 @@ from systems_torch import DcpAsync, Safetensors, TorchsnapshotAsync
 _SYSTEMS: dict[str, type[System]] = {
     system.name: system
     for system in (
-        *(Cnr4, Cnr4Zstd, CnrRaw, Cnr8, Cnr2, Orbax, OrbaxUncompressed),
+        *(Cnr4, Cnr4Zstd, CnrLattice, CnrRaw, Cnr8, Cnr2, Orbax, OrbaxUncompressed),
         *(DcpAsync, TorchsnapshotAsync, Safetensors, Numpy),
     )
 }

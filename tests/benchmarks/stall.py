@@ -40,13 +40,15 @@ CASES: dict[str, tuple[str, str | None, float]] = {
     "cnr 1 %": ("cnr-4bit", "OneShot", 0.01),
     "cnr full": ("cnr-4bit", "Full", 0.26),
     "cnr raw 26 %": ("cnr-raw", "OneShot", 0.26),
+    "cnr lattice 26 %": ("cnr-lattice", "OneShot", 0.26),
     "cnr 26 %, not audited": ("cnr-4bit", "OneShot", 0.26),
     "dcp-async": ("dcp-async", None, 0.26),
     "torchsnapshot-async": ("torchsnapshot-async", None, 0.26),
 }
 EVERY_TURN = ("orbax", "orbax-uncompressed", "cnr 26 %", "cnr 1 %", "cnr full")
 QUICK = ("orbax-uncompressed", "cnr 26 %", "cnr 1 %", "dcp-async")
-BITS = {"cnr-4bit": 4}
+# A row that is smaller than most has a coarser step on a lattice, but none like that of 2 bits.
+BITS = {"cnr-4bit": 4, "cnr-lattice": 2}
 
 
 def plan(quick: bool) -> list[Case]:

@@ -80,6 +80,13 @@ class Cnr4Zstd(Cnr4):
     compression = "zstd"
 
 
+class CnrLattice(Cnr4):
+    """On a lattice, at the error of 4 bits."""
+
+    name = "cnr-lattice"
+    codec = "lattice"
+
+
 class Cnr2(Cnr):
     """2 bits."""
 
