@@ -79,7 +79,7 @@ class Lattice:
     Example:
         >>> encoded = Lattice(bits=4).encode(jnp.array([[0.5, -1.0, 0.25, 1.0]]))
         >>> {name: part.tolist() for name, part in encoded.parts.items()}
-        {'integers': [[9, -19, 5, 19]], 'scale': [[0.053466796875]]}
+        {'integers': [[8, -16, 4, 16]], 'scale': [[0.0625]]}
     """
 
     name: ClassVar[str] = "cnr.lattice"
