@@ -415,7 +415,7 @@ def zstandard() -> Any:
         return importlib.import_module("zstandard")
     except ImportError as error:
         raise errors.OptionError(
-            "rows on a lattice need zstandard, which is not installed\n"
+            "rows on a lattice, and moments, need zstandard, which is not installed\n"
             '  hint: pip install "cnr-jax[lattice]"',
             kind="not_installed",
         ) from error
