@@ -320,3 +320,20 @@ def test_requests_are_taken_where_there_are_no_hard_links(
     with pytest.raises(FileExistsError):
         store_of(path).write_new(path, b"two")
     assert path.read_bytes() == b"one" and os.listdir(tmp_path) == ["signs.txt"]
+
+
+def test_a_request_that_was_answered_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = epath.Path(tmp_path / "3.orbax-checkpoint-tmp-7")
+    folder.mkdir()
+    told = {"directory": "3", "item": "default", "folder": folder.name, "process": 1}
+    (folder / "request.json").write_text(json.dumps(told))
+
+    def read(path: Any) -> bytes:
+        text = path.read_bytes()
+        path.unlink()  # as the run does once it has the answer of another program
+        return text
+
+    monkeypatch.setattr(requests, "_read", read)
+    assert requests._taken(folder) is None
