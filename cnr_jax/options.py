@@ -28,6 +28,7 @@ _INTEGERS = (
     "min_fulls",
     "max_in_flight",
     "max_staging_bytes",
+    "max_parent_bytes",
     "timeout_secs",
 )
 # Policies of ours: they name no codecs, as one of the user's own may.
@@ -135,6 +136,10 @@ class Options:
         keep_staging: whether the host memory in which rows have waited is kept for the next save,
             up to `max_staging_bytes`. It can take longer to get fresh memory than to copy the rows:
             seconds a GB on a virtual machine that returns free memory to its host.
+        max_parent_bytes: bytes of host memory, on each process, that integers of the step that the
+            next save rests on may take between saves, with `codec="lattice"` or
+            `slot_codec="moments"`. If they need more, rows are stored without differences: 0 keeps
+            none. None: no limit.
         verify_reads: whether a restore compares the checksum of every chunk with the manifest. With
             False it still detects all damage to data, manifests and dense files, except for a whole
             chunk of another array, step or run in the place of the right one.
@@ -223,6 +228,7 @@ class Options:
     min_fulls: int = 1
     max_in_flight: int = 1
     max_staging_bytes: int = 2 << 30
+    max_parent_bytes: int | None = None
     keep_staging: bool = True
     verify_reads: bool = True
     staging: Literal["auto", "host", "device"] = "auto"
@@ -259,6 +265,11 @@ class Options:
             value = getattr(self, name)
             if not (value > 0 and value >= least):
                 raise errors.OptionError(f"{name} must be positive, got {value}")
+        limit = self.max_parent_bytes
+        if limit is not None and (integer(limit) is None or limit < 0):
+            raise errors.OptionError(
+                f"max_parent_bytes is {limit!r}, expected None or a number, 0 or more"
+            )
         if self.when_busy not in ("wait", "skip"):
             raise errors.OptionError(
                 f"when_busy {self.when_busy!r} is not known, expected 'wait' or 'skip'"

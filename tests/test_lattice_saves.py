@@ -457,3 +457,26 @@ def test_rows_that_are_not_trained_stay_from_restore_to_restore(
             )
         first = read if first is None else first
         np.testing.assert_array_equal(read[moved:], first[moved:])
+
+
+@each_of(("limit", "adds"), [(0, False), (100, False), (1 << 20, True)])
+def test_integers_of_the_parent_take_no_more_memory_than_they_may(
+    tmp_path: Path, limit: int, adds: bool
+) -> None:
+    run = Run(tmp_path / str(limit), policy=cnr.Consecutive(), max_parent_bytes=limit)
+    with run.open() as manager:
+        for _ in range(3):
+            run.save(manager)
+            run.train()
+        manager.wait_until_finished()
+        parents = manager._handler._launcher._parents
+        assert bool(parents._tiles or parents._last[2]) == adds
+    assert any(s.digest for step in (1, 2) for s in run.segments(step)) == adds
+    if adds:
+        run.check({0: 0, 1: 0, 2: 0})
+    run.check({0: 0})
+    assert cnr.verify(run.root, level="data") == ()
+    # Without the parent's step, rows of a delta are on one of their own.
+    got, want = run.restored(2), run.expected(2, 0)
+    small = np.isfinite(want).all(axis=1) & (np.abs(want).max(axis=1) < 1)
+    np.testing.assert_allclose(got[small], want[small], atol=0.05)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from cnr_jax.repository.replay.encoded import Target
 from cnr_jax.repository.replay.regions import WantedLeaf
 from cnr_jax.repository.step_reader import StepReader, open_chain
 from cnr_jax.repository.store import AnyPath
-from cnr_jax.rows.codecs import Raw
+from cnr_jax.rows.codecs import Raw, bytes_of
 from cnr_jax.rows.codecs.lattice import Parts
 from cnr_jax.rows.codecs.moments import Unit
 from cnr_jax.rows.codecs.residual import Residual
@@ -53,9 +55,14 @@ class ParentRows:
     """Parts of all rows of tiles as they are in one step, mostly the parent of the next save.
 
     Any thread may call it.
+
+    Args:
+        limit_bytes: bytes of all rows of the tiles together up to which they are kept, and read;
+            None: always.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = math.inf if limit_bytes is None else limit_bytes
         self._changed = threading.Condition()
         # By uuid, saves whose rows are being written or read back: whether their thread has ended.
         self._writing: dict[str, Callable[[], bool]] = {}
@@ -97,8 +104,11 @@ class ParentRows:
         self, uuid: str, parent: ParentRef | None, tiles: Mapping[TileKey, WrittenTile]
     ) -> None:
         """Keeps the rows that a save has written, until the next save has written its own."""
+        fits = self._fits({key: tile.codec for key, tile in tiles.items()})
         with self._changed:
             self._last = uuid, parent.uuid if parent else "", dict(tiles)
+            if not fits:
+                self._uuid, self._tiles, self._last = "", {}, ("", "", {})
 
     def of(
         self,
@@ -109,6 +119,8 @@ class ParentRows:
     ) -> dict[TileKey, Parts]:
         """Parts of all rows of tiles in a step; tiles that differences cannot rest on are left out.
 
+        If they would take more memory than they may, all are left out.
+
         Args:
             root: root that holds the step.
             item: name of the item in it.
@@ -118,6 +130,8 @@ class ParentRows:
         Raises:
             CnrError: if the rows cannot be read.
         """
+        if not self._fits(keys):
+            return {}
         with self._changed:
             while not self._writing.get(parent.uuid, _always)():
                 self._changed.wait(_POLL_SECS)
@@ -141,6 +155,9 @@ class ParentRows:
             if (found := tiles.get(key)) and found.codec == codec
         }
 
+    def _fits(self, keys: Mapping[TileKey, Residual]) -> bool:
+        return sum(starmap(_bytes_of_tile, keys.items())) <= self._limit_bytes
+
     def _go_to(self, uuid: str) -> None:
         """Brings the kept rows to those of a step, if they follow from the last save."""
         last, parent, tiles = self._last
@@ -153,6 +170,13 @@ class ParentRows:
             else:
                 self._tiles[key] = tile
         self._uuid, self._last = uuid, ("", "", {})
+
+
+def _bytes_of_tile(key: TileKey, codec: Residual) -> int:
+    """Bytes of the parts of all rows of a tile."""
+    (start, stop), *columns = key[2]
+    width = math.prod(b - a for a, b in columns)
+    return (stop - start) * bytes_of(codec.parts(width, np.dtype(np.float32)))
 
 
 def _never() -> bool:

@@ -80,7 +80,7 @@ class Launcher:
         self._buffers = Buffers(self._options.kept_staging_bytes)
         self._room = Room(self._options.max_staging_bytes)
         self._coding: capture.Coding | None = None
-        self._parents = ParentRows()
+        self._parents = ParentRows(self._options.max_parent_bytes)
 
     def _coding_of(
         self, changed: ChangedRows, plan: SavePlan, encoding: Encoding
