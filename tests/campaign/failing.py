@@ -101,7 +101,10 @@ def _held() -> dict[str, int]:
             target = os.readlink(f"/proc/self/fd/{name}")
             files += not Path(target).name.startswith("calls")
     # How many of those that unpack rows have begun depends on who waits when. They stay.
-    threads = sum("cnr_requests" not in thread.name for thread in threading.enumerate())
+    threads = sum(
+        not thread.name.startswith(("cnr_requests", "cnr_unpacking"))
+        for thread in threading.enumerate()
+    )
     return {"threads": threads, "files": files}
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +54,33 @@ def test_chunks_are_unpacked_ahead_while_there_is_room(
     np.testing.assert_array_equal(out, values[1000:2500])
     assert kept.ahead_bytes == 0
     assert reader.start(7, 7)().size == 0
+
+
+def test_no_more_chunks_are_unpacked_at_once_than_there_are_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, reader = stored(tmp_path, monkeypatch, KeptChunks())
+    monkeypatch.setattr(arrays, "UNPACKED_AHEAD_BYTES", 1 << 20)
+    unpack, busy, most, lock = arrays.unpack_rows, 0, 0, threading.Lock()
+
+    def counted(*args: Any) -> Any:
+        nonlocal busy, most
+        with lock:
+            busy += 1
+            most = max(most, busy)
+        time.sleep(0.05)
+        try:
+            return unpack(*args)
+        finally:
+            with lock:
+                busy -= 1
+
+    monkeypatch.setattr(arrays, "unpack_rows", counted)
+    end = reader.start(0, len(values))
+    while reader._unpacking and not all(w.done() for w in reader._unpacking.values()):
+        time.sleep(0.01)  # so that this thread unpacks none
+    np.testing.assert_array_equal(end(), values)
+    assert 1 <= most <= (os.cpu_count() or 1)
 
 
 def test_a_chunk_that_is_damaged_is_told_where_it_is_waited_for(

@@ -409,12 +409,13 @@ class ArrayReader:
         self.check_stored(start, stop)
         nbytes = self._entry.chunk * self._dtype.itemsize
         for chunk, _, _ in self._cuts(start, stop):
-            fits = self._kept.ahead_bytes + nbytes <= UNPACKED_AHEAD_BYTES
             known = chunk in self._unpacking or self._kept.has(self, chunk)
-            if fits and not known:
+            if not known and self._kept.ahead_bytes + nbytes <= UNPACKED_AHEAD_BYTES:
                 self._kept.ahead_bytes += nbytes
-                work = in_memory.start(self._unpacked, chunk)
-                self._unpacking[chunk] = work
+                if chunk not in self._ahead:
+                    self._ahead[chunk] = in_memory.start(self._read_file, chunk)
+                unpack = in_memory.start_unpacking
+                self._unpacking[chunk] = unpack(self._unpacked, chunk)
 
     def _unpacked(self, chunk: int) -> SparseRows:
         """Reads and unpacks a packed chunk."""

@@ -1,7 +1,7 @@
 """Chunks of arrays made in memory, for stores that TensorStore does not reach.
 
 TensorStore turns elements into files and files into elements, as elsewhere. Threads of this module
-put the files on storage and get them, each by a request.
+put the files on storage and get them, each by a request; others, one for each core, unpack rows.
 """
 
 from __future__ import annotations
@@ -20,22 +20,37 @@ FOLDER = {"driver": "memory"}
 _REQUESTS = 16
 
 
-def _new_pool() -> None:
-    global _pool
-    _pool = concurrent.futures.ThreadPoolExecutor(_REQUESTS, "cnr_requests")
+def _new_pools() -> None:
+    global _requests, _cores
+    _requests = concurrent.futures.ThreadPoolExecutor(_REQUESTS, "cnr_requests")
+    # More threads than cores would only take turns, as each holds the interpreter now and then.
+    _cores = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "cnr_unpacking")
 
 
-_new_pool()
+_new_pools()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        after_in_child=_new_pool
+        after_in_child=_new_pools
     )  # a child has no threads of its parent
 
 
 def start(work: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
     """Starts a request in another thread; makes it in this one if the program is ending."""
+    return _started(_requests, work, *args)
+
+
+def start_unpacking(
+    work: Callable[..., Any], *args: Any
+) -> concurrent.futures.Future[Any]:
+    """Starts work that keeps a core busy, as `start` does; it may wait for requests."""
+    return _started(_cores, work, *args)
+
+
+def _started(
+    pool: concurrent.futures.ThreadPoolExecutor, work: Callable[..., Any], *args: Any
+) -> concurrent.futures.Future[Any]:
     try:
-        return _pool.submit(work, *args)
+        return pool.submit(work, *args)
     except RuntimeError:
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
         try:
