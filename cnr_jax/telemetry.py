@@ -172,7 +172,7 @@ class SaveReport:
             hints.append(
                 f"{percent(share)} of its bytes are optimizer slots that are stored exactly;"
                 " Options(slot_codec='auto') stores accumulators in 16 bits, off by at most"
-                " 0.15 %, and momenta in 8"
+                " 0.15 %, and momenta in 8; 'moments' takes fewest bytes under dense Adam"
             )
         return ". ".join(hints)
 

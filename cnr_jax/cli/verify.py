@@ -30,12 +30,16 @@ def verify(
 
     check_root(root)
     use_cpu()
+    from cnr_jax.format import names
     from cnr_jax.repository.layout import open_root
     from cnr_jax.repository.upkeep import verify as verifying
 
     with progress(f"verifying {level}") as tell:
         found = verifying.verify(root, level, item=item, on_step=tell)
-    lost = sorted({name for problem in found for name in problem.consequence})
+    lost = sorted(
+        {name for problem in found for name in problem.consequence},
+        key=lambda name: (names.step_number(name), name),
+    )
     code = Exit.FINDINGS if lost else Exit.FINE
     if as_json:
         problems = [dataclasses.asdict(problem) for problem in found]

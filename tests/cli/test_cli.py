@@ -215,6 +215,23 @@ def test_verify_lists_problems_and_ends_with_a_finding(root: Path) -> None:
     ]
 
 
+def test_verify_goes_by_the_numbers_of_steps(tmp_path: Path) -> None:
+    state = {"user": jnp.ones((4, 2))}
+    tables = cnr.find_tables(state, ["user"])
+    options = cnr.Options(policy=cnr.Full())
+    with cnr.CheckpointManager(
+        tmp_path / "run", tables=tables, options=options
+    ) as manager:
+        for step in (9, 10, 101):
+            manager.save(step, args=cnr.args.Save(state))
+    for step in (9, 10, 101):
+        (tmp_path / "run" / str(step) / "default" / "manifest.json").write_text("{")
+    problems = cnr.verify(tmp_path / "run")
+    assert [each.directory for each in problems] == ["9", "10", "101"]
+    _, out, _ = call("verify", tmp_path / "run")
+    assert "cannot be restored: 9, 10, 101" in out
+
+
 def test_verify_tells_how_far_it_is(root: Path) -> None:
     told: list[tuple[int, int]] = []
     cnr.verify(root, on_step=lambda done, of: told.append((done, of)))

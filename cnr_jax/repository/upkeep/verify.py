@@ -160,9 +160,14 @@ def _problems(
     # A run may be saving there. Folders that it has removed meanwhile are no problem.
     return tuple(
         dataclasses.replace(each, root=os.fspath(path))
-        for each in sorted(found)
+        for each in sorted(found, key=_place)
         if store.is_named(path / each.directory)
     )
+
+
+def _place(problem: Problem) -> tuple[int, Problem]:
+    """Key that sorts problems by the numbers of their steps."""
+    return names.step_number(problem.directory), problem
 
 
 def _without_item(step: str, folder: folders.Folder) -> Problem:
