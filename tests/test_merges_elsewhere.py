@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -258,6 +259,44 @@ def test_what_elsewhere_cannot_be() -> None:
     wrong: Any = "no"
     with pytest.raises(errors.OptionError, match="elsewhere cannot be 'no'"):
         cnr.IncrementLog(elsewhere=wrong)
+
+
+@each_of("lasting", [False, True])
+def test_a_merge_outlasts_storage_that_fails_for_a_moment(
+    tiny_run: Any,
+    tmp_path: Path,
+    often: None,
+    lasting: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    root, looks = tmp_path / str(lasting), itertools.count()
+    answered, take = baselines.is_answered, baselines.take_note
+
+    def failing(folder: Any) -> bool:
+        if lasting or next(looks) % 2 == 0:
+            raise OSError(errno.EIO, "failed to look")
+        return answered(folder)
+
+    def taken(root: Any, request: Request) -> MergedBaseline:
+        if next(looks) < 20:
+            raise OSError(errno.EIO, "failed to take")
+        return take(root, request)
+
+    monkeypatch.setattr(baselines, "is_answered", failing)
+    monkeypatch.setattr(baselines, "take_note", taken)
+    if lasting:
+        monkeypatch.setattr(requests, "_SILENT_SECS", 0.2)
+    run, told = tiny_run(), list[tuple[str, str]]()
+    policy = cnr.IncrementLog(merge_at=2, elsewhere=True)
+    with follower(root, told), run.open(root, policy=policy) as manager:
+        run.run(manager, [0, 1])
+        baseline = merged(manager)
+        assert (baseline is None) == lasting == ("failed to look" in caplog.text)
+        run.run(manager, [2])
+        run.check(manager, 2)
+    if not lasting:
+        assert kinds(root)["2"] == "full" and left_in(root) == []
 
 
 @each_of("taken", [False, True])

@@ -42,7 +42,7 @@ def await_merge(
 
     Raises:
         ValueError: saying why there is none.
-        OSError: if the root cannot be read or written.
+        OSError: if the root cannot be written, or not be read for as long as nobody gives a sign.
     """
     folder, store = root / request.folder, store_of(root)
     store.make_folder(folder)
@@ -50,22 +50,34 @@ def await_merge(
     store.write(folder / _REQUEST, told, replaces=False)
     sign, since = b"", time.monotonic()
     while not closing.wait(_LOOK_SECS):
-        if baseline.is_answered(folder):
-            # First of all: without it nobody takes the request again, or gives signs.
-            store.remove_file(folder / _REQUEST)
-            for name in names_in(folder):  # kills leave files of longer names
-                if name.startswith((_REQUEST, _SIGNS)):
-                    store.remove_file(folder / name)
-            return baseline.take_note(root, request)
-        if not exists(folder / _REQUEST):
-            raise ValueError("the request is gone")
-        now = _read(folder / _SIGNS)
+        is_silent = time.monotonic() > since + _SILENT_SECS
+        try:
+            if baseline.is_answered(folder):
+                return _take_answer(root, request)
+            if not exists(folder / _REQUEST):
+                raise ValueError("the request is gone")
+            now = _read(folder / _SIGNS)
+        except OSError:
+            if is_silent:
+                raise
+            continue  # the next look may do better
         if now != sign:
             sign, since = now, time.monotonic()
-        elif time.monotonic() > since + _SILENT_SECS:
+        elif is_silent:
             ended = "the program that merges it has ended"
             raise ValueError(ended if sign else "no program elsewhere merges it")
     raise ValueError("the run ends")
+
+
+def _take_answer(root: AnyPath, request: Request) -> MergedBaseline:
+    """Takes the baseline out of the answer to a request; can be tried again if it fails."""
+    folder, store = root / request.folder, store_of(root)
+    # First of all: without it nobody takes the request again, or gives signs.
+    store.remove_file(folder / _REQUEST)
+    for name in names_in(folder):  # kills leave files of longer names
+        if name.startswith((_REQUEST, _SIGNS)):
+            store.remove_file(folder / name)
+    return baseline.take_note(root, request)
 
 
 def serve(
