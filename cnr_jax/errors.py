@@ -305,7 +305,7 @@ class AuditError(CnrError, ValueError):
     Attributes:
         steps: committed deltas that may lack such rows: those of this run since the rows were
             last seen right. If a save compares only a part of the rows, earlier deltas may lack
-            some too. Full checkpoints lack none.
+            some too. Full checkpoints lack none, unless they were merged from deltas.
         since: the step in which the rows were last seen right; None if that is not known.
         lineage: lineage of the touched rows that lacked these rows.
         clock: clock of these touched rows when the rows were last seen right.

@@ -223,6 +223,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _modules = itertools.count()
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merges in this process: to start another one takes seconds."""
+    from cnr_jax.checkpointer.saving.merging import Merging
+    from cnr_jax.repository.compaction.baseline import write_baseline
+
+    def made(self: Any, root: Any, request: Any) -> Any:
+        return write_baseline(root, request)
+
+    monkeypatch.setattr(Merging, "_made", made)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _stays() -> None:
     """What is there by now stays: collecting garbage, as tests do, need not look at it.

@@ -19,12 +19,14 @@ from jax.sharding import PartitionSpec as P
 import cnr_jax as cnr
 from cnr_jax import errors
 from cnr_jax.repository.index import suspects
+from cnr_jax.repository.step import read_manifest
 from cnr_jax.rows.fingerprints import rotation
 from cnr_jax.rows.fingerprints.windows import Window
 from cnr_jax.testing import inprocess
 from cnr_jax.testing.faults import Fault
 
 from .conftest import case_of
+from .test_increment_log import merged
 
 # "item" is read whole by every save, "user" in 62 of them: half of what is left of the limit
 # holds 65 rows.
@@ -487,6 +489,51 @@ def test_steps_that_may_lack_rows_are_named_wherever_they_are_restored(
     with cnr.CheckpointManager(run.root.parent / "other", tables=run.tables) as other:
         other.restore(None, directory=run.root, args=cnr.args.Restore(run.state))
     assert len(warnings_of(caplog)) == 1
+
+
+def test_steps_that_bring_a_merged_baseline_are_named_too(
+    start: Any, quick: None, _from_the_first_row: None
+) -> None:
+    run = start(audit_bytes=9000, policy=cnr.IncrementLog(merge_at=3))
+
+    def save() -> None:
+        run.save()
+        merged(run.manager)
+
+    for _ in range(3):
+        run.train()
+        save()
+    run.move([_read_by(0)[7]])
+    run.train(count=0)
+    with pytest.raises(errors.AuditError) as caught:
+        while True:
+            save()
+    kinds = [
+        read_manifest(run.root / str(step) / "default").kind for step in range(run.step)
+    ]
+    assert kinds[3:7] == ["full", "delta", "delta", "full"]
+    assert (caught.value.since, caught.value.steps) == (1, tuple(range(2, run.step)))
+
+
+def test_merged_steps_may_lack_what_those_lack_that_they_stand_for(
+    lacking: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = lacking
+    run.manager.close()
+    newest = run.step - 1
+    cnr.compact(run.root, writer_is_dead=True)
+    noted = json.loads((run.root / NOTE).read_text())["steps"]
+    assert noted[-1]["directory"] == f"{newest}.g1.branch" and noted[-1]["since"] == 1
+    run.open()
+    run.restore()
+    (told,) = warnings_of(caplog)
+    assert f"Step {newest}, which is restored, is one of them" in told
+    run.manager.close()
+    caplog.clear()
+    cnr.compact(run.root, step=1, writer_is_dead=True)
+    run.open()
+    run.restore(1)
+    assert not warnings_of(caplog)
 
 
 def test_note_goes_with_the_steps(

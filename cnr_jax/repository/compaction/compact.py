@@ -20,6 +20,7 @@ from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.committer import Attempt, committer_for
 from cnr_jax.repository.compaction.rows import BLOCK_BYTES, MergedRows
 from cnr_jax.repository.description import amount
+from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.manifest_writer import software, totals_of
@@ -318,6 +319,7 @@ def _merge(
     if (error := ledger.read(root, directory, item)) is not None:
         raise error
     made = ledger.entries[directory]
+    suspects.note_merged(root, entry, made)
     ledger.part()
     writer.note_own(made)
     writer.show(directory, [source])

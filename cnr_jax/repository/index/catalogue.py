@@ -28,7 +28,13 @@ from cnr_jax.format.manifest import (
     read_uuids,
     to_json,
 )
-from cnr_jax.repository.index.entries import Entry, Summary, entry_of, tables_digest
+from cnr_jax.repository.index.entries import (
+    Entry,
+    Summary,
+    brings_baseline,
+    entry_of,
+    tables_digest,
+)
 from cnr_jax.repository.store import AnyPath, can, store_of
 from cnr_jax.repository.upkeep.claim import read_writer
 from cnr_jax.texts import logger
@@ -122,6 +128,7 @@ def _document(
             totals=manifest.totals,
             motion=manifest.motion,
             tables=digests[known],
+            brings=brings_baseline(manifest),
         )
     document = {
         "uuid": entry.uuid,
@@ -184,6 +191,7 @@ def _entry(directory: str, fields: Fields) -> Entry:
         totals=read_totals(fields.child("totals")),
         motion=read_motion(fields.child("motion")) if has("motion") else None,
         tables=fields.hexadecimal("tables", 32),
+        brings=has("brings") and fields.boolean("brings"),
     )
     return Entry(
         directory=directory,

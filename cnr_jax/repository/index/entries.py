@@ -21,6 +21,7 @@ from collections.abc import (
 )
 from typing import Literal
 
+from cnr_jax.format import names
 from cnr_jax.format.fields import json_text
 from cnr_jax.format.manifest import (
     Fork,
@@ -44,6 +45,7 @@ class Summary:
 
     Attributes:
         tables: digest of the tables of the step.
+        brings: whether the step brought a merged baseline along.
     """
 
     lineage: str
@@ -51,6 +53,7 @@ class Summary:
     totals: Totals
     motion: SampledMotion | None
     tables: str
+    brings: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,16 @@ class Entry:
         return self.parent is None
 
     @property
+    def has_deltas(self) -> bool:
+        """Whether rows of the step were stored by deltas, also if these are merged by now."""
+        known = self.known
+        if isinstance(known, Summary):
+            brings = known.brings
+        else:
+            brings = known is not None and brings_baseline(known)
+        return brings or self.kind == "delta" or bool(self.stands_for)
+
+    @property
     def rows_bytes(self) -> int:
         """Bytes of the rows of the step; 0 if they are not known."""
         totals = self.known.totals if self.known else None
@@ -116,6 +129,11 @@ class Entry:
     def is_of(self, run: str | None) -> bool:
         """Whether the step belongs to a run, which then may drop it or move it aside."""
         return bool(self.orbax) or self.run == run
+
+
+def brings_baseline(manifest: Manifest) -> bool:
+    """Whether a full checkpoint brought the rows of a merged chain along."""
+    return names.BASELINE in manifest.required_features
 
 
 def tables_digest(known: Manifest | Summary) -> str:

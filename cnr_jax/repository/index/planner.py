@@ -208,7 +208,8 @@ class Planner:
                 step=step,
             ),
             encoding=self.runs.encoding_of(run),
-            merges=decision.merge,
+            merges=decision.merge
+            and not urgent,  # a merge would not end before the run
             baseline=baseline,
         )
 

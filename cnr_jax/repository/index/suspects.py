@@ -83,9 +83,9 @@ def explain(
 
 
 def _may_lack(entry: Entry, error: errors.AuditError) -> bool:
-    """Whether a checkpoint is a delta of the audited lineage, saved after the error's clock."""
+    """Whether a checkpoint of the audited lineage has deltas that came after the error's clock."""
     made = entry.known
-    if made is None or entry.kind != "delta" or made.lineage != error.lineage:
+    if made is None or not entry.has_deltas or made.lineage != error.lineage:
         return False
     return made.recorded_clock is not None and made.recorded_clock > error.clock
 
@@ -98,6 +98,17 @@ def note(root: AnyPath, suspects: Iterable[Suspect]) -> None:
     """
     known = {each.uuid: each for each in (*_read(root), *suspects)}
     _write(root, known.values())
+
+
+def note_merged(root: AnyPath, source: Entry, merged: Entry) -> None:
+    """Notes a merged step as well if the one that it stands for is noted.
+
+    Raises:
+        OSError: if the note cannot be read or written.
+    """
+    noted = [each for each in _read(root) if each.uuid == source.uuid]
+    if noted:
+        note(root, [Suspect(merged.directory, merged.uuid, noted[-1].since)])
 
 
 def copy(root: AnyPath, other: AnyPath) -> None:
@@ -148,7 +159,8 @@ def warn(noted: Iterable[Suspect], root: AnyPath, ledger: Ledger, step: int) -> 
     known = [each.since for each in found if each.since is not None]
     _log.warning(
         "of the steps in %s, %s may lack rows: an audit found later that rows had changed%s"
-        " without being recorded. Deltas before cannot be excluded, full checkpoints lack none."
+        " without being recorded. Deltas before cannot be excluded. Full checkpoints lack none,"
+        " unless they were merged from deltas."
         " Step %d, which is restored, is %s of them",
         os.fspath(root),
         _listed(steps),
