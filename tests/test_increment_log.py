@@ -19,13 +19,18 @@ from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
 from cnr_jax import errors, handler
-from cnr_jax.checkpointer.saving import lifecycle
+from cnr_jax.checkpointer.saving import lifecycle, meter
 from cnr_jax.checkpointer.saving import merging as merging_module
 from cnr_jax.checkpointer.saving.merging import Merging
 from cnr_jax.format import names
+from cnr_jax.goodput.measured import measured_profile
+from cnr_jax.goodput.measurements import read_measurements
+from cnr_jax.goodput.records import profile_of
 from cnr_jax.policy import Decision, SaveRecord
 from cnr_jax.repository.compaction.baseline import Request, write_baseline
+from cnr_jax.repository.course import course_of
 from cnr_jax.repository.index.save_plan import MergedBaseline
+from cnr_jax.repository.replay import regions
 from cnr_jax.repository.step import read_manifest
 from cnr_jax.repository.store import names_in
 from cnr_jax.testing import damage, inprocess
@@ -37,16 +42,6 @@ from .test_mirrors import caught_up, until
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merges in this process: to start another one takes seconds."""
-
-    def made(self: Merging, root: Any, request: Request) -> MergedBaseline:
-        return write_baseline(root, request)
-
-    monkeypatch.setattr(Merging, "_made", made)
 
 
 def merged(manager: Any) -> MergedBaseline | None:
@@ -313,8 +308,100 @@ def test_a_baseline_that_is_not_whole_is_not_brought_along(
         run.check(manager, 3)
 
 
-def test_no_save_brings_an_old_baseline_after_a_full_one(
+def test_no_chain_is_merged_while_a_baseline_waits(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, merging, writing, asked = tiny_run(), Gate(), Gate(), list[str]()
+    write = handler.write_manifest
+
+    def made(self: Merging, root: Any, request: Request) -> MergedBaseline:
+        asked.append(request.directory)
+        merging.passes()
+        return write_baseline(root, request)
+
+    def held(directory: Any, plan: Any, *told: Any, **others: Any) -> Any:
+        if plan.step in (3, 4):
+            writing.passes()
+        return write(directory, plan, *told, **others)
+
+    monkeypatch.setattr(Merging, "_made", made)
+    monkeypatch.setattr(handler, "write_manifest", held)
+    policy = cnr.IncrementLog(merge_at=3)
+    with run.open(tmp_path, policy=policy, max_in_flight=2) as manager:
+        planner = manager._handler._planner
+        merging.shut()
+        run.run(manager, range(3))
+        writing.shut()
+        run.train(3)
+        run.save(manager, 3)  # asks for a merge, as no baseline is there yet
+        until(writing.reached.is_set)
+        merging.open()
+        until(lambda: planner.baseline is not None)
+        run.train(4)
+        run.save(manager, 4)  # brings it along
+        writing.open()
+        assert merged(manager) is None and asked == ["2"]
+        assert manager.last_report.merged_bytes > 0
+        run.run(manager, [5, 6])
+        assert asked == ["2", "6"]
+        for step in range(7):
+            run.check(manager, step)
+    assert left_in(tmp_path) == []
+
+
+def test_no_chain_is_merged_before_the_run_ends(
     tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    policy = cnr.IncrementLog(merge_at=2)
+    with run.open(tmp_path, policy=policy, save_on_sigterm=True) as manager:
+        run.run(manager, [0])
+        signal.raise_signal(signal.SIGTERM)
+        run.run(manager, [1])
+        assert manager.last_report.kind == "delta" and merged(manager) is None
+        assert manager.reached_preemption(1)
+
+
+def test_rows_of_any_width_are_restored(
+    tiny_run: Any, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run()
+    log_of(run, tmp_path, 6, codec="lattice", bits=8)
+    want = cnr.read_rows(tmp_path, "user", [1, 2])
+    monkeypatch.setattr(regions, "BLOCK_BYTES", 1)  # a row has more
+    with run.open(tmp_path) as manager:
+        args = cnr.args.Restore(run.state)
+        rows = manager.restore(None, args=args).state["params"]["user"]["embedding"]
+    np.testing.assert_array_equal(np.asarray(rows)[[1, 2]], want)
+
+
+def test_profiles_take_a_baseline_for_no_write_of_training(
+    tiny_run: Any, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "_NOTED_SECS", 0.0)
+    run = tiny_run()
+    reports = log_of(run, tmp_path, 9, metrics=True)
+    brought = {each.step for each in reports if each.merged_bytes}
+    assert brought == {3, 6}
+    noted = read_measurements(epath.Path(tmp_path))
+    assert noted is not None
+    assert [save.kind for save in noted.saves] == ["full", *["delta"] * 8]
+    assert measured_profile(noted.saves).full_bytes == reports[0].total_bytes
+    course = course_of(cnr.describe(tmp_path))
+    assert {save.step for save in course.saves if save.merged} == brought
+    profile = profile_of(course)
+    assert profile is not None
+    fulls = [each.total_bytes + each.merged_bytes for each in reports]
+    assert profile.full_bytes == np.median([fulls[step] for step in (0, 3, 6)])
+    assert profile.write.samples == 7
+    shutil.rmtree(tmp_path / "3")
+    (gone,) = [s for s in course_of(cnr.describe(tmp_path)).saves if s.step == 3]
+    assert not gone.kept and gone.merged
+    assert gone.total_bytes == reports[3].total_bytes
+
+
+def test_no_save_brings_an_old_baseline_after_a_full_one(
+    tiny_run: Any, tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tiny_run()
     with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
@@ -326,6 +413,7 @@ def test_no_save_brings_an_old_baseline_after_a_full_one(
         assert manager.last_report.merged_bytes == 0
         run.run(manager, [4])
         assert (manager.last_report.kind, manager.last_report.parent) == ("delta", 3)
+        assert "the merged chain of step 2 is not used: a full save" in caplog.text
         assert left_in(tmp_path) == []
 
 

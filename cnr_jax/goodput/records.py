@@ -73,12 +73,13 @@ def profile_of(course: Course, restart_secs: float = 0.0) -> Profile | None:
 
 
 def _measured(save: Save, trained: Trained | None) -> MeasuredSave:
-    timed = save.secs is not None
+    # What is merged takes bytes, but none of the seconds of the save that brings it along.
+    timed = save.secs is not None and not (save.merged and save.kept)
     blocks = timed and save.stall_secs is not None
     return MeasuredSave(
         step=save.step,
         parent=save.parent_step,
-        kind=save.kind,
+        kind="delta" if save.merged and not save.kept else save.kind,
         nbytes=save.total_bytes or 0,
         fixed_bytes=save.parts["dense"] + save.parts["manifests"],
         plain_bytes=save.plain_bytes or 0,

@@ -53,6 +53,8 @@ class Save:
         worst_error: greatest of these errors.
         problem: why it cannot be restored; empty if it can.
         may_lack_rows: whether an audit found later that rows may be missing in it.
+        merged: whether rows of it were merged from a chain. `secs` are those of its save alone, and
+            so are `parts` if the root does not hold it any more.
     """
 
     step: int
@@ -77,6 +79,7 @@ class Save:
     worst_error: float | None = None
     problem: str = ""
     may_lack_rows: bool = False
+    merged: bool = False
 
     @property
     def total_bytes(self) -> int | None:
@@ -123,9 +126,16 @@ def course_of(root: RootDescription) -> Course:
     ]
     there = {(branch, step) for branch, step, _ in placed}
     gone = [save for place, save in noted.items() if place not in there]
-    # Histories have no branch: a removed save is the one of this step with as many rows.
+    # Histories have no branch: a removed save is the one of this step with as many rows, or with
+    # more, if these were merged.
     known = {(save.step, save.rows) for save in gone}
-    gone += [save for save in _removed(root) if (save.step, save.rows) not in known]
+    merged = {save.step for save in gone if save.merged}
+    gone += [
+        save
+        for save in _removed(root)
+        if (save.step, save.rows) not in known
+        and not (save.kind == "full" and save.step in merged)
+    ]
     placed += [(save.branch, save.step, save) for save in gone]
     placed.sort(key=lambda found: found[:2])
     saves: list[Save] = []
@@ -196,6 +206,7 @@ def _save_kept(
         worst_error=worst,
         problem="" if step.kind == "orbax" else step.problem,
         may_lack_rows=step.may_lack_rows,
+        merged=step.merged,
     )
 
 
@@ -275,6 +286,7 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         shares={name: share for name, share in shares.items() if share is not None},
         mean_error=_number(line, "mean_row_error"),
         worst_error=_number(line, "worst_row_error"),
+        merged=bool(_whole(line, "merged_bytes")),
     )
 
 

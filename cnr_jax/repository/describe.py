@@ -24,6 +24,7 @@ from cnr_jax.repository.description import (
 )
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.chains import Harm
+from cnr_jax.repository.index.entries import brings_baseline
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.items import find_item
 from cnr_jax.repository.step import (
@@ -250,6 +251,7 @@ def _described(directory: str, manifest: Manifest) -> StepDescription:
         secs=manifest.history[-1].secs if manifest.history else None,
         saved_at=utc_time(manifest.written_at_unix_secs),
         restores=manifest.restores,
+        merged=brings_baseline(manifest) or bool(manifest.stands_for),
     )
 
 

@@ -101,6 +101,7 @@ class StepDescription:
         problem: why it cannot be restored, in a line; empty if it can, as far as manifests and the
             sizes of files tell.
         may_lack_rows: whether an audit found later that rows may be missing in it.
+        merged: whether rows of it were merged from a chain, rather than written by its save.
     """
 
     step: int
@@ -123,6 +124,7 @@ class StepDescription:
     tables: tuple[TableDescription, ...] = ()
     problem: str = ""
     may_lack_rows: bool = False
+    merged: bool = False
 
     @property
     def restorable(self) -> bool:

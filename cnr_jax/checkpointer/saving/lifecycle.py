@@ -33,6 +33,7 @@ from cnr_jax.repository.index.gaps import Gap
 from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.save_plan import MergedBaseline, SavePlan
 from cnr_jax.repository.mirroring.mirror import Mirror
+from cnr_jax.repository.store import AnyPath
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.telemetry import SaveReport
 from cnr_jax.texts import logger
@@ -244,6 +245,17 @@ class Lifecycle:
             before, self._planner.baseline = self._planner.baseline, baseline
         self._drop(before)
 
+    def merge(self, root: AnyPath, save: SaveInFlight) -> None:
+        """Has the chain of a committed save merged, unless a baseline is about to shorten it."""
+        plan = save.decided
+        assert plan is not None
+        with self._writer.looking:
+            begun = [each.plan for each in self._planner.begun.values()]
+            waits = self._planner.baseline is not None
+            if waits or any(each.baseline is not None for each in begun):
+                return
+        self.merging.merge(root, plan, save.item, jax.process_count())
+
     def look_for_baseline(self) -> None:
         """Forgets the merged baseline if no save can bring it along any more.
 
@@ -252,7 +264,13 @@ class Lifecycle:
         ledger, place = self._writer.ledger, self._writer.place
         if ledger is None or place is None:
             return
-        self._drop(self._planner.without_stale(ledger))
+        if (stale := self._planner.without_stale(ledger)) is not None:
+            _log.warning(
+                "the merged chain of step %s is not used: a full save came before it, or the run"
+                " did not go on from that step",
+                stale.directory,
+            )
+            self._drop(stale)
         found = self._planner.baseline
         if found is not None and (problem := problem_of(place.root, found)):
             _log.warning(

@@ -159,7 +159,8 @@ class Meter:
         measured = MeasuredSave(
             step=report.step,
             parent=report.parent,
-            kind=report.kind,
+            # It has written a delta, whatever baseline it has brought along.
+            kind="delta" if report.merged_bytes else report.kind,
             nbytes=report.total_bytes,
             fixed_bytes=report.dense_bytes + report.manifest_bytes,
             plain_bytes=report.state_bytes,

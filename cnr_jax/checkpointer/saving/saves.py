@@ -10,8 +10,6 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from cnr_jax import errors
 from cnr_jax.args import Save, planned_args
 from cnr_jax.checkpointer.multihost import Channel, agree, all_succeed, on_primary
@@ -485,8 +483,7 @@ class Saves:
         # Rows that have grown out of their step make the next save full: no baseline would be used.
         has_grown = manifest is not None and bool(manifest.outgrown)
         if plan is not None and plan.merges and not has_grown and save.step not in gone:
-            root, count = self.steps.root, jax.process_count()
-            self._lifecycle.merging.merge(root, plan, save.item, count)
+            self._lifecycle.merge(self.steps.root, save)
         return {"gone": gone, "stay": stay}
 
     def _note_own(self, save: SaveInFlight) -> None:

@@ -457,7 +457,8 @@ def _addings(
         take: gets these parts of the rows below, block by block; None: they are not compared.
     """
     row_bytes = held.stored.row_bytes
-    for start, stop, pick, at in _blocks(held.index, held.at, BLOCK_BYTES // row_bytes):
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for start, stop, pick, at in _blocks(held.index, held.at, step):
         block = _started_layer(held, start, stop, sparse=isinstance(pick, slice))
         rows = RowsAt(parts, at)
 
