@@ -58,7 +58,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _set_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    monkeypatch.setattr(rows, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(rows, "_BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(rows, "_BESIDE_BYTES", block_bytes // 4)
     monkeypatch.setattr(step_reader, "_RANKED_BYTES", 3)
 

@@ -392,7 +392,9 @@ def test_a_save_is_over_so_long_after_its_blocking_part(tmp_path: Path) -> None:
     def report(step: int, run: str = "a") -> Any:
         took = {"total_secs": 6.0, "wait_secs": 2.0, "commit_secs": 0.5}
         sizes = dict.fromkeys(("total", "dense", "manifest", "state"), 100)
-        sizes = {f"{name}_bytes": size for name, size in sizes.items()}
+        sizes = {
+            f"{name}_bytes": size for name, size in (sizes | {"merged": 0}).items()
+        }
         fields = {"outcome": "committed", "run": run, "parent": None, "kind": "full"}
         return SimpleNamespace(step=step, **took, **sizes, **fields)
 

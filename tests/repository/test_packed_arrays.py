@@ -27,9 +27,8 @@ WIDTH = 8
 def stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: KeptChunks
 ) -> tuple[np.ndarray, ArrayReader]:
-    """Rows in 5 chunks, of which two are unpacked ahead."""
+    """Rows in 5 chunks."""
     monkeypatch.setattr(arrays, "LEAST_CHUNK_BYTES", 1000)
-    monkeypatch.setattr(arrays, "UNPACKED_AHEAD_BYTES", 2100)
     rows = np.random.default_rng(0).integers(-9, 9, (625, WIDTH), np.int8)
     rows[::3] = 0
     writer = PackedWriter(tmp_path / "array", "int8", rows.size, WIDTH)
@@ -42,7 +41,7 @@ def stored(
 def test_chunks_are_unpacked_ahead_while_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = KeptChunks()
+    kept = KeptChunks(unpacked_bytes=2100)
     values, reader = stored(tmp_path, monkeypatch, kept)
     cuts = [0, 10, 999, 1001, 2500, 2501, len(values)]
     ends = [reader.start(a, b) for a, b in itertools.pairwise(cuts)]
@@ -60,7 +59,6 @@ def test_no_more_chunks_are_unpacked_at_once_than_there_are_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values, reader = stored(tmp_path, monkeypatch, KeptChunks())
-    monkeypatch.setattr(arrays, "UNPACKED_AHEAD_BYTES", 1 << 20)
     unpack, busy, most, lock = arrays.unpack_rows, 0, 0, threading.Lock()
 
     def counted(*args: Any) -> Any:
@@ -86,7 +84,7 @@ def test_no_more_chunks_are_unpacked_at_once_than_there_are_cores(
 def test_a_chunk_that_is_damaged_is_told_where_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = KeptChunks()
+    kept = KeptChunks(unpacked_bytes=2100)
     values, reader = stored(tmp_path, monkeypatch, kept)
     file = tmp_path / "array" / "c" / "1"
     data = bytearray(file.read_bytes())

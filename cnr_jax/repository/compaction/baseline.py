@@ -13,17 +13,14 @@ import secrets
 from collections.abc import Sequence
 
 from cnr_jax.format import names
-from cnr_jax.repository.compaction.rows import BLOCK_BYTES, MergedRows
+from cnr_jax.repository.compaction.rows import MergedRows, kept_chunks
 from cnr_jax.repository.index.save_plan import MergedBaseline
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.manifest_writer import totals_of
 from cnr_jax.repository.rows_writer import write_process
 from cnr_jax.repository.step_reader import open_chain
 from cnr_jax.repository.store import AnyPath, exists, read_small, store_of
-from cnr_jax.repository.store.kept_chunks import KeptChunks
 
-# Bytes of chunks that are kept while rows are cut from them, and that TensorStore may keep.
-_KEPT_BYTES, _CACHE_BYTES = 4 * BLOCK_BYTES, 1 << 20
 # In the folder of a baseline: what came of the merge.
 _NOTE, _MOST_BYTES = "merged.json", 1 << 16
 
@@ -63,8 +60,7 @@ def write_baseline(root: AnyPath, request: Request) -> MergedBaseline:
     """
     path = root / request.folder
     store_of(path).make_folder(path)
-    kept = KeptChunks(_KEPT_BYTES, _CACHE_BYTES)
-    chain = open_chain(root, request.directory, request.item, kept=kept)
+    chain = open_chain(root, request.directory, request.item, kept=kept_chunks(root))
     last = chain[-1].manifest
     compression = last.encoding.compression if last.encoding else None
     rows = MergedRows(chain, path, compression, process=request.process)

@@ -18,7 +18,7 @@ from cnr_jax.format.tiles import check_cover
 from cnr_jax.repository import layout
 from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.committer import Attempt, committer_for
-from cnr_jax.repository.compaction.rows import BLOCK_BYTES, MergedRows
+from cnr_jax.repository.compaction.rows import MergedRows, kept_chunks
 from cnr_jax.repository.description import amount
 from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry
@@ -35,13 +35,9 @@ from cnr_jax.repository.store import (
     write_durably,
 )
 from cnr_jax.repository.store.checked import read_checked
-from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.repository.upkeep.prune import claimed, item_of
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import count_of
-
-# Bytes of chunks that are kept while rows are cut from them, and that TensorStore may keep.
-_KEPT_BYTES, _CACHE_BYTES = 4 * BLOCK_BYTES, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,8 +302,7 @@ def _merge(
         folder = committer.folder(attempt)
         # Copies the other items of the step, which other handlers have saved.
         copy_files(root / source, folder, Meter(), but=item)
-        kept = KeptChunks(_KEPT_BYTES, _CACHE_BYTES)
-        chain = open_chain(root, source, item, kept=kept)
+        chain = open_chain(root, source, item, kept=kept_chunks(root))
         write_merged(folder / item, chain, attempt.nonce)
         writer.check_claim()
         committer.publish(attempt, [])

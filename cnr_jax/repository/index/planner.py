@@ -208,8 +208,7 @@ class Planner:
                 step=step,
             ),
             encoding=self.runs.encoding_of(run),
-            merges=decision.merge
-            and not urgent,  # a merge would not end before the run
+            merges=decision.merge and not urgent,
             baseline=baseline,
         )
 

@@ -63,8 +63,6 @@ _IN_FLIGHT = 3
 # Slices of at most this many bytes are cut from whole chunks, which are kept: a separate read
 # costs 0.2 ms, as much as reading 1 MiB more.
 SMALL_READ_BYTES = 1 << 20
-# Most bytes of packed chunks that threads unpack while those before them are used.
-UNPACKED_AHEAD_BYTES = 32 << 20
 _Decoded = TypeVar("_Decoded")
 
 
@@ -410,7 +408,7 @@ class ArrayReader:
         nbytes = self._entry.chunk * self._dtype.itemsize
         for chunk, _, _ in self._cuts(start, stop):
             known = chunk in self._unpacking or self._kept.has(self, chunk)
-            if not known and self._kept.ahead_bytes + nbytes <= UNPACKED_AHEAD_BYTES:
+            if not known and self._kept.has_room_ahead(nbytes):
                 self._kept.ahead_bytes += nbytes
                 if chunk not in self._ahead:
                     self._ahead[chunk] = in_memory.start(self._read_file, chunk)

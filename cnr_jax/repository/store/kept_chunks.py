@@ -19,6 +19,8 @@ CACHE_BYTES = 128 << 20
 # Bytes of chunks that a restore keeps: enough for the handful of arrays of a chain that it reads
 # side by side.
 KEPT_BYTES = 192 << 20
+# Bytes of packed chunks that a restore has unpacked ahead.
+UNPACKED_BYTES = 32 << 20
 
 
 @functools.cache
@@ -45,16 +47,26 @@ class KeptChunks:
     Args:
         limit_bytes: limit of all chunks together; the one used last is kept whatever its size.
         cache_bytes: limit of what TensorStore may keep beside them, in `context`.
+        unpacked_bytes: limit of packed chunks that threads unpack while those before them are used.
+
+    Attributes:
+        ahead_bytes: bytes of such chunks now.
     """
 
     def __init__(
-        self, limit_bytes: int = KEPT_BYTES, cache_bytes: int = CACHE_BYTES
+        self,
+        limit_bytes: int = KEPT_BYTES,
+        cache_bytes: int = CACHE_BYTES,
+        unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         self._limit_bytes, self.context = limit_bytes, context(cache_bytes)
-        self._nbytes = 0
-        # Bytes of chunks that threads are unpacking before a reader asks for them.
+        self._nbytes, self._unpacked_bytes = 0, unpacked_bytes
         self.ahead_bytes = 0
         self._chunks = collections.OrderedDict[tuple[object, int], ChunkValues]()
+
+    def has_room_ahead(self, nbytes: int) -> bool:
+        """Whether a packed chunk of so many bytes may be unpacked before it is asked for."""
+        return self.ahead_bytes + nbytes <= self._unpacked_bytes
 
     def has(self, array: object, chunk: int) -> bool:
         """Whether a chunk is kept."""

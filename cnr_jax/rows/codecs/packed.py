@@ -188,7 +188,9 @@ def _classes(rows: np.ndarray, alive: np.ndarray) -> np.ndarray:
         tail = _tail(sample)
         learnt = _learnt(_counts(sample, tail), classes)
         for some in _blocks(count, width):
-            counts = _counts(_turned(rows, alive[some]), tail)
+            every = count == len(rows)
+            turned = _turned(rows[some]) if every else _turned(rows, alive[some])
+            counts = _counts(turned, tail)
             found[some] += _cheapest(counts, *learnt)
     return found
 
@@ -282,12 +284,13 @@ def _groups(rows: np.ndarray, alive: np.ndarray) -> np.ndarray:
     return found.astype(np.uint8)
 
 
-def _turned(rows: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Returns the rows at some positions transposed, `[width, rows]`."""
-    found = _columns(len(at), rows.shape[1], rows.dtype)
-    for start in range(0, len(at), _TURNED_ROWS):
+def _turned(rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray:
+    """Returns the rows at some positions, or all, transposed: `[width, rows]`."""
+    count = len(rows) if at is None else len(at)
+    found = _columns(count, rows.shape[1], rows.dtype)
+    for start in range(0, count, _TURNED_ROWS):
         some = slice(start, start + _TURNED_ROWS)
-        found[:, some] = taken(rows, at[some]).T
+        found[:, some] = taken(rows, some if at is None else at[some]).T
     return found
 
 

@@ -52,6 +52,9 @@ class SparseRows:
 
     def put(self, out: np.ndarray) -> None:
         """Writes all rows, those of zeros too, into `out`, `[count, width]`."""
+        if len(self.at) == self.count:
+            out[...] = self.values
+            return
         out[...] = 0
         items(out)[self.at] = items(self.values.astype(out.dtype, copy=False))
 
