@@ -303,9 +303,9 @@ class AuditError(CnrError, ValueError):
     docs/guides/choose-tracking.md.
 
     Attributes:
-        steps: committed deltas that may lack such rows: those of this run since the rows were
-            last seen right. If a save compares only a part of the rows, earlier deltas may lack
-            some too. Full checkpoints lack none, unless they were merged from deltas.
+        steps: committed steps that may lack such rows: deltas of this run since the rows were
+            last seen right, and full ones that hold such deltas merged. If a save compares only a
+            part of the rows, earlier deltas may lack some too. Other full checkpoints lack none.
         since: the step in which the rows were last seen right; None if that is not known.
         lineage: lineage of the touched rows that lacked these rows.
         clock: clock of these touched rows when the rows were last seen right.

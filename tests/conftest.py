@@ -84,6 +84,7 @@ import secrets  # noqa: E402
 import socket  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
+import time  # noqa: E402
 from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -221,6 +222,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _modules = itertools.count()
+
+
+def merged(manager: Any) -> Any:
+    """Waits for the merge that goes on, if any; returns the baseline that waits for a save."""
+    manager.wait_until_finished()
+    lifecycle, end = manager._handler.lifecycle, time.monotonic() + 240
+    while lifecycle.merging.is_busy:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return manager._handler._planner.baseline
 
 
 @pytest.fixture

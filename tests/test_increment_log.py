@@ -29,6 +29,7 @@ from cnr_jax.goodput.records import profile_of
 from cnr_jax.policy import Decision, SaveRecord
 from cnr_jax.repository.compaction.baseline import Request, write_baseline
 from cnr_jax.repository.course import course_of
+from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.save_plan import MergedBaseline
 from cnr_jax.repository.replay import regions
 from cnr_jax.repository.step import read_manifest
@@ -36,20 +37,12 @@ from cnr_jax.repository.store import names_in
 from cnr_jax.testing import damage, inprocess
 from cnr_jax.testing.faults import Fault
 
-from .conftest import Gate, skip_below
+from .conftest import Gate, merged, skip_below
 from .test_compaction import CUTS, Run, assert_same, kinds
 from .test_mirrors import caught_up, until
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
-
-
-def merged(manager: Any) -> MergedBaseline | None:
-    """Waits for the merge that goes on, if any; returns the baseline that waits for a save."""
-    manager.wait_until_finished()
-    handler = manager._handler
-    until(lambda: not handler.lifecycle.merging.is_busy, 240)
-    return handler._planner.baseline
 
 
 def log_of(run: Any, root: Any, steps: int, **options: Any) -> list[cnr.SaveReport]:
@@ -308,8 +301,9 @@ def test_a_baseline_that_is_not_whole_is_not_brought_along(
         run.check(manager, 3)
 
 
+@pytest.mark.parametrize("begun", [False, True])
 def test_no_chain_is_merged_while_a_baseline_waits(
-    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any, tmp_path: Path, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, merging, writing, asked = tiny_run(), Gate(), Gate(), list[str]()
     write = handler.write_manifest
@@ -337,10 +331,13 @@ def test_no_chain_is_merged_while_a_baseline_waits(
         until(writing.reached.is_set)
         merging.open()
         until(lambda: planner.baseline is not None)
-        run.train(4)
-        run.save(manager, 4)  # brings it along
+        if begun:
+            run.train(4)
+            run.save(manager, 4)  # brings it along
         writing.open()
-        assert merged(manager) is None and asked == ["2"]
+        assert (merged(manager) is None) == begun and asked == ["2"]
+        if not begun:
+            run.run(manager, [4])
         assert manager.last_report.merged_bytes > 0
         run.run(manager, [5, 6])
         assert asked == ["2", "6"]
@@ -709,6 +706,8 @@ def test_baselines_in_a_bucket(tiny_run: Any, bucket: epath.Path, quick: None) -
     run, root = tiny_run(), bucket / "run"
     reports = log_of(run, str(root), 7)
     assert [each.kind for each in reports].count("full") == 3
+    told = catalogue.read(root).entries
+    assert [told[str(step)].has_deltas for step in range(7)] == [False, *[True] * 6]
     with run.open(str(root)) as manager:
         for step in range(7):
             run.check(manager, step)

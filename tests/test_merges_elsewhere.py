@@ -24,9 +24,9 @@ from cnr_jax.repository.compaction.baseline import Request, write_baseline
 from cnr_jax.repository.index.save_plan import MergedBaseline
 from cnr_jax.repository.store import exists, store_of
 
-from .conftest import each_of
+from .conftest import each_of, merged
 from .test_compaction import kinds
-from .test_increment_log import left_in, log_of, merged
+from .test_increment_log import left_in, log_of
 from .test_mirrors import until
 
 pytest.importorskip("zstandard")

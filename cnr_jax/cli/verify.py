@@ -38,7 +38,7 @@ def verify(
         found = verifying.verify(root, level, item=item, on_step=tell)
     lost = sorted(
         {name for problem in found for name in problem.consequence},
-        key=lambda name: (names.step_number(name), name),
+        key=names.place,
     )
     code = Exit.FINDINGS if lost else Exit.FINE
     if as_json:

@@ -412,6 +412,16 @@ def step_number(directory: str) -> int:
     return int(digits) if digits else 0
 
 
+def place(directory: str) -> tuple[int, str]:
+    """Key that sorts folders and files of a root by the step whose number their name begins with.
+
+    Example:
+        >>> sorted(["10", "9.g2.branch", "9.orbax-checkpoint-tmp-77", "9"], key=place)
+        ['9', '9.g2.branch', '9.orbax-checkpoint-tmp-77', '10']
+    """
+    return step_number(directory.partition(".")[0]), directory
+
+
 def strays(directories: Iterable[str], parents: Iterable[str] = ()) -> set[str]:
     """Step directories that are not named like the steps of their root: copies, and renamed ones.
 

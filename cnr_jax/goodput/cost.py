@@ -260,14 +260,14 @@ def _quantities(
 def _read_by(save: Save, course: Course, profile: Profile) -> tuple[float, int]:
     """Bytes and steps that a restore of a save reads: its own, and those of what it rests on."""
     nbytes, depth = float(save.total_bytes or 0), 1
-    if save.merged and not save.kept:
-        return nbytes + profile.full_bytes, depth
     while save.kind == "delta":
         depth += 1
         if save.parent is None or course.saves[save.parent].total_bytes is None:
             return nbytes + profile.full_bytes, depth
         save = course.saves[save.parent]
         nbytes += float(save.total_bytes or 0)
+    if save.merged and not save.kept:
+        nbytes += profile.full_bytes  # its baseline, which metrics do not count
     return nbytes, depth
 
 

@@ -67,7 +67,9 @@ def profile_of(course: Course, restart_secs: float = 0.0) -> Profile | None:
         As `measured_profile`.
     """
     saves = [save for save in course.saves if "tables" in save.parts][-_MOST_SAVES:]
-    trained = dict(_between(save for save in saves if save.secs is not None))
+    # Of a step that `compact` has made, seconds and time are those of the merge.
+    timed = [s for s in saves if s.secs is not None and not (s.merged and s.kept)]
+    trained = dict(_between(timed))
     measured = [_measured(save, trained.get(id(save))) for save in saves]
     return measured_profile(measured, course.reads, restart_secs=restart_secs)
 

@@ -53,8 +53,8 @@ class Save:
         worst_error: greatest of these errors.
         problem: why it cannot be restored; empty if it can.
         may_lack_rows: whether an audit found later that rows may be missing in it.
-        merged: whether rows of it were merged from a chain. `secs` are those of its save alone, and
-            so are `parts` if the root does not hold it any more.
+        merged: whether rows of it were merged from a chain, whose bytes are among those in `parts`
+            as long as the root holds it.
     """
 
     step: int
@@ -126,8 +126,8 @@ def course_of(root: RootDescription) -> Course:
     ]
     there = {(branch, step) for branch, step, _ in placed}
     gone = [save for place, save in noted.items() if place not in there]
-    # Histories have no branch: a removed save is the one of this step with as many rows, or with
-    # more, if these were merged.
+    # Histories have no branch: a removed save is the one of this step with as many rows, or, as
+    # metrics do not count merged rows, the full one of this step.
     known = {(save.step, save.rows) for save in gone}
     merged = {save.step for save in gone if save.merged}
     gone += [

@@ -103,13 +103,13 @@ def _description(
     )  # after the look, during which the steps may have been moved away
     index.part()
     index.note_strays()
-    lacking = {(s.directory, s.uuid) for s in suspects.read(plain)} if found else set()
+    lacking = {each.uuid for each in suspects.read(plain)} if found else set()
     steps = [
         dataclasses.replace(
             step,
             problem=_in_a_line(_obstacle(index, name), plain),
             may_lack_rows=name in index.entries
-            and (name, index.entries[name].uuid) in lacking,
+            and any(map(index.entries[name].answers_to, lacking)),
         )
         for name, step in found.items()
         if name not in index.left

@@ -16,8 +16,7 @@ from cnr_jax.cli.exit_codes import Exit
 from cnr_jax.format import names
 from cnr_jax.repository.store import names_in, store_of
 
-from ..conftest import each_of
-from ..test_increment_log import merged
+from ..conftest import each_of, merged
 from ..test_mirrors import far, mostly_on_disk, until
 from .test_mirror import called
 

@@ -344,13 +344,17 @@ def test_a_run_is_a_profile_of_a_simulation(root: Path, tmp_path: Path) -> None:
     assert (result.exit_code, result.output.split(":")[0]) == (0, "not known yet")
 
 
-def test_a_restore_reads_what_its_save_rests_on() -> None:
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_restore_reads_what_its_save_rests_on(merged: bool) -> None:
+    bases = (0, 5) if merged else (0,)
     saves = [
         save_of(
             n,
-            kind="delta" if n else "full",
-            parent=n - 1 if n else None,
-            parent_step=10 * (n - 1) if n else None,
+            kind="full" if n in bases else "delta",
+            parent=None if n in bases else n - 1,
+            parent_step=None if n in bases else 10 * (n - 1),
+            kept=n != 5 or not merged,
+            merged=n == 5 and merged,
             parts={"tables": 1_000_000, "slots": 0, "dense": 0, "manifests": 0},
             saved_at=BEGAN + datetime.timedelta(seconds=6 * n),
             restored=n == 5,
@@ -361,6 +365,7 @@ def test_a_restore_reads_what_its_save_rests_on() -> None:
     assert found is not None
     restores, monthly = found.restores, 730 * 600
     assert restores == pytest.approx(monthly / 10)
-    # From one save to ten.
-    assert found.own.read_requests == pytest.approx(2 * monthly + restores * 7 * 5.5)
-    assert found.own.moved_bytes == pytest.approx(1e6 * (monthly + restores * 5.5))
+    # From one save to ten, or to five; save 5 and those that rest on it read a baseline too.
+    depth, read = (3, 3.5) if merged else (5.5, 5.5)
+    assert found.own.read_requests == pytest.approx(2 * monthly + restores * 7 * depth)
+    assert found.own.moved_bytes == pytest.approx(1e6 * (monthly + restores * read))

@@ -252,9 +252,9 @@ class Lifecycle:
         with self._writer.looking:
             begun = [each.plan for each in self._planner.begun.values()]
             waits = self._planner.baseline is not None
-            if waits or any(each.baseline is not None for each in begun):
-                return
-        self.merging.merge(root, plan, save.item, jax.process_count())
+            # Begun under the lock, or a merge that ends right now could be followed by another one.
+            if not waits and all(each.baseline is None for each in begun):
+                self.merging.merge(root, plan, save.item, jax.process_count())
 
     def look_for_baseline(self) -> None:
         """Forgets the merged baseline if no save can bring it along any more.

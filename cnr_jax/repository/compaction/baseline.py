@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Sequence
 
 from cnr_jax.format import names
-from cnr_jax.repository.compaction.rows import MergedRows, kept_chunks
+from cnr_jax.repository.compaction.rows import MergedRows, cache_for_merge
 from cnr_jax.repository.index.save_plan import MergedBaseline
 from cnr_jax.repository.layout import open_root
 from cnr_jax.repository.manifest_writer import totals_of
@@ -60,7 +60,9 @@ def write_baseline(root: AnyPath, request: Request) -> MergedBaseline:
     """
     path = root / request.folder
     store_of(path).make_folder(path)
-    chain = open_chain(root, request.directory, request.item, kept=kept_chunks(root))
+    chain = open_chain(
+        root, request.directory, request.item, kept=cache_for_merge(root)
+    )
     last = chain[-1].manifest
     compression = last.encoding.compression if last.encoding else None
     rows = MergedRows(chain, path, compression, process=request.process)

@@ -18,9 +18,8 @@ from cnr_jax.format.tiles import check_cover
 from cnr_jax.repository import layout
 from cnr_jax.repository.causes import as_root_errors
 from cnr_jax.repository.committer import Attempt, committer_for
-from cnr_jax.repository.compaction.rows import MergedRows, kept_chunks
+from cnr_jax.repository.compaction.rows import MergedRows, cache_for_merge
 from cnr_jax.repository.description import amount
-from cnr_jax.repository.index import suspects
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.manifest_writer import software, totals_of
@@ -302,7 +301,7 @@ def _merge(
         folder = committer.folder(attempt)
         # Copies the other items of the step, which other handlers have saved.
         copy_files(root / source, folder, Meter(), but=item)
-        chain = open_chain(root, source, item, kept=kept_chunks(root))
+        chain = open_chain(root, source, item, kept=cache_for_merge(root))
         write_merged(folder / item, chain, attempt.nonce)
         writer.check_claim()
         committer.publish(attempt, [])
@@ -314,7 +313,6 @@ def _merge(
     if (error := ledger.read(root, directory, item)) is not None:
         raise error
     made = ledger.entries[directory]
-    suspects.note_merged(root, entry, made)
     ledger.part()
     writer.note_own(made)
     writer.show(directory, [source])

@@ -42,13 +42,13 @@ def await_merge(
 
     Raises:
         ValueError: saying why there is none.
-        OSError: if the root cannot be written, or not be read for as long as nobody gives a sign.
+        OSError: if the root cannot be written, or could not be read for a minute.
     """
     folder, store = root / request.folder, store_of(root)
     store.make_folder(folder)
     told = json.dumps(dataclasses.asdict(request)).encode()
     store.write(folder / _REQUEST, told, replaces=False)
-    sign, since = b"", time.monotonic()
+    sign, since, failed = b"", time.monotonic(), False
     while not closing.wait(_LOOK_SECS):
         is_silent = time.monotonic() > since + _SILENT_SECS
         try:
@@ -60,9 +60,11 @@ def await_merge(
         except OSError:
             if is_silent:
                 raise
+            failed = True
             continue  # the next look may do better
-        if now != sign:
-            sign, since = now, time.monotonic()
+        if now != sign or failed:
+            # While looks failed, signs may have failed too.
+            sign, since, failed = now, time.monotonic(), False
         elif is_silent:
             ended = "the program that merges it has ended"
             raise ValueError(ended if sign else "no program elsewhere merges it")

@@ -133,7 +133,7 @@ class _Beside:
         return positions, parts
 
 
-def kept_chunks(root: AnyPath) -> KeptChunks:
+def cache_for_merge(root: AnyPath) -> KeptChunks:
     """Makes a cache that is large enough to merge a chain of a root, and no larger.
 
     Where a read takes no request, it unpacks in the thread that asks: threads that take turns with

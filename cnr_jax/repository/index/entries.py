@@ -105,13 +105,13 @@ class Entry:
 
     @property
     def has_deltas(self) -> bool:
-        """Whether rows of the step were stored by deltas, also if these are merged by now."""
+        """Whether rows of the step were saved by deltas, also if these are merged by now."""
+        if self.kind == "delta" or self.stands_for:
+            return True
         known = self.known
         if isinstance(known, Summary):
-            brings = known.brings
-        else:
-            brings = known is not None and brings_baseline(known)
-        return brings or self.kind == "delta" or bool(self.stands_for)
+            return known.brings
+        return known is not None and brings_baseline(known)
 
     @property
     def rows_bytes(self) -> int:

@@ -100,17 +100,6 @@ def note(root: AnyPath, suspects: Iterable[Suspect]) -> None:
     _write(root, known.values())
 
 
-def note_merged(root: AnyPath, source: Entry, merged: Entry) -> None:
-    """Notes a merged step as well if the one that it stands for is noted.
-
-    Raises:
-        OSError: if the note cannot be read or written.
-    """
-    noted = [each for each in _read(root) if each.uuid == source.uuid]
-    if noted:
-        note(root, [Suspect(merged.directory, merged.uuid, noted[-1].since)])
-
-
 def copy(root: AnyPath, other: AnyPath) -> None:
     """Copies the note of this root to another one, which is new.
 
@@ -220,8 +209,11 @@ def _suspect_of(document: object) -> Suspect:
 
 
 def _is_there(suspect: Suspect, ledger: Ledger) -> bool:
+    """Whether a step is there, or one that stands for it and so lacks the same rows."""
     entry = ledger.entries.get(suspect.directory)
-    return entry is not None and entry.uuid == suspect.uuid
+    if entry is not None and entry.uuid == suspect.uuid:
+        return True
+    return any(suspect.uuid in each.stands_for for each in ledger.entries.values())
 
 
 def _write(root: AnyPath, suspects: Iterable[Suspect]) -> None:

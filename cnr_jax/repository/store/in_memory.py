@@ -24,7 +24,9 @@ def _new_pools() -> None:
     global _requests, _cores
     _requests = concurrent.futures.ThreadPoolExecutor(_REQUESTS, "cnr_requests")
     # More threads than cores would only take turns, as each holds the interpreter now and then.
-    _cores = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "cnr_unpacking")
+    ours = hasattr(os, "sched_getaffinity")
+    count = len(os.sched_getaffinity(0)) if ours else os.cpu_count()
+    _cores = concurrent.futures.ThreadPoolExecutor(count, "cnr_unpacking")
 
 
 _new_pools()

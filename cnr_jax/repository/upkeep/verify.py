@@ -74,7 +74,7 @@ def verify(
     item: str | None = None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> tuple[Problem, ...]:
-    """Lists everything that is wrong in a root, in the order of its directories.
+    """Lists everything that is wrong in a root, in the order of its steps.
 
     It changes nothing and needs no device. A save or a removal that is under way is no problem, so
     the root may be in use. What a run abandoned or left behind is listed as harmless.
@@ -160,14 +160,9 @@ def _problems(
     # A run may be saving there. Folders that it has removed meanwhile are no problem.
     return tuple(
         dataclasses.replace(each, root=os.fspath(path))
-        for each in sorted(found, key=_place)
+        for each in sorted(found, key=lambda p: (names.place(p.directory), p))
         if store.is_named(path / each.directory)
     )
-
-
-def _place(problem: Problem) -> tuple[int, Problem]:
-    """Key that sorts problems by the numbers of their steps."""
-    return names.step_number(problem.directory), problem
 
 
 def _without_item(step: str, folder: folders.Folder) -> Problem:
