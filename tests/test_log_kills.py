@@ -50,15 +50,21 @@ class Program:
                 [sys.executable, *given], env=environment(), stdout=out, stderr=errors
             )
 
+    def _told(self) -> int:
+        said = self._errors.read_text().split("\n")
+        return sum(line.startswith("cnr_jax.errors.WriterError") for line in said)
+
     def kill(self) -> None:
         """Kills the program, which ends by itself only if `prune` has got the root before it."""
         assert self._running is not None
+        if self._told() > self.refused:
+            self._running.wait(60)  # it has said why it ends, and is about to
         ended = self._running.poll() is not None
         self.close()
         said = self._errors.read_text().split("\n")
         found = sum(line.startswith("Traceback") for line in said)
-        told = sum(line.startswith("cnr_jax.errors.WriterError") for line in said)
         self.refused += ended
+        told = self._told()
         # An error comes with those that it was raised from.
         assert told == self.refused, (self.name, said[-30:])
         assert found <= 3 * told, (self.name, said[-30:])
