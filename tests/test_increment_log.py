@@ -346,6 +346,26 @@ def test_no_chain_is_merged_while_a_baseline_waits(
     assert left_in(tmp_path) == []
 
 
+def test_a_baseline_that_touched_rows_left_behind_keeps_none_from_a_merge(
+    tiny_run: Any, tmp_path: Path, quick: None
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=3)) as manager:
+        run.run(manager, range(3))
+        assert merged(manager).directory == "2"
+        run.touched = cnr.reset_touched(run.touched)
+        reports = []
+        for step in range(3, 10):
+            run.run(manager, [step])
+            reports.append(manager.last_report)
+            merged(manager)
+        assert [bool(r.merged_bytes) for r in reports] == [False] * 3 + [
+            *(True, False, False, True)
+        ]
+        run.check(manager, 9)
+    assert left_in(tmp_path) == []
+
+
 def test_no_chain_is_merged_before_the_run_ends(
     tiny_run: Any, tmp_path: Path, quick: None
 ) -> None:

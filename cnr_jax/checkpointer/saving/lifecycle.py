@@ -250,11 +250,11 @@ class Lifecycle:
         plan = save.decided
         assert plan is not None
         with self._writer.looking:
-            begun = [each.plan for each in self._planner.begun.values()]
-            waits = self._planner.baseline is not None
-            # Begun under the lock, or a merge that ends right now could be followed by another one.
-            if not waits and all(each.baseline is None for each in begun):
-                self.merging.merge(root, plan, save.item, jax.process_count())
+            ledger = self._writer.ledger
+            if ledger is None or self._planner.is_shortened(plan, ledger):
+                return
+            # Under the lock, or one that ends right now could be followed by another one.
+            self.merging.merge(root, plan, save.item, jax.process_count())
 
     def look_for_baseline(self) -> None:
         """Forgets the merged baseline if no save can bring it along any more.

@@ -442,6 +442,16 @@ class Planner:
         self.baseline = None
         return found
 
+    def is_shortened(self, plan: SavePlan, ledger: Ledger) -> bool:
+        """Whether the chain of a save is about to be shortened: a later save brings a baseline."""
+        found = self.baseline
+        if found is not None and self._is_below(found, plan.entry, ledger):
+            return True
+        return any(
+            each.plan.baseline is not None and each.plan.lineage == plan.lineage
+            for each in self.begun.values()
+        )
+
     @staticmethod
     def _is_below(found: MergedBaseline, tip: Entry, ledger: Ledger) -> bool:
         return any(each.uuid == found.uuid for each in ledger.along(tip))
