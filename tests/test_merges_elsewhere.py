@@ -299,6 +299,32 @@ def test_a_merge_outlasts_storage_that_fails_for_a_moment(
         assert kinds(root)["2"] == "full" and left_in(root) == []
 
 
+def test_a_look_that_fails_is_no_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = 0.0, iter([OSError(errno.EIO, "failed to look"), False, True])
+
+    class Closing:
+        def wait(self, secs: float) -> bool:
+            nonlocal now
+            now += 40.0
+            return False
+
+    def answered(folder: Any) -> bool:
+        found = next(looks)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(requests.time, "monotonic", lambda: now)
+    monkeypatch.setattr(baselines, "is_answered", answered)
+    monkeypatch.setattr(baselines, "take_note", lambda root, request: "the baseline")
+    closing: Any = Closing()
+    request = Request("1", "default", "1.orbax-checkpoint-tmp-5", 1)
+    made: Any = requests.await_merge(epath.Path(tmp_path), request, closing)
+    assert made == "the baseline"
+
+
 @each_of("taken", [False, True])
 def test_a_request_that_somebody_removes_is_given_up(
     tiny_run: Any,

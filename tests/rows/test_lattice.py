@@ -276,8 +276,13 @@ def test_packed_rows_are_read_as_they_were(
 
 
 @each_of("dtype", ["int8", "int16"])
-def test_many_rows_take_about_the_entropy_of_their_classes(dtype: str) -> None:
+@each_of("zeros", [True, False])
+def test_many_rows_take_about_the_entropy_of_their_classes(
+    dtype: str, zeros: bool
+) -> None:
     rows = skewed(20_000, 32, 0, np.dtype(dtype))
+    if not zeros:
+        rows[~rows.any(axis=1), 0] = 1
     data = pack_rows(rows)
     np.testing.assert_array_equal(unpacked(data, rows.size, rows.dtype), rows)
     _, counts = np.unique(rows, return_counts=True)
