@@ -79,6 +79,7 @@ import gc  # noqa: E402
 import importlib  # noqa: E402
 import inspect  # noqa: E402
 import itertools  # noqa: E402
+import json  # noqa: E402
 import math  # noqa: E402
 import secrets  # noqa: E402
 import socket  # noqa: E402
@@ -101,9 +102,10 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import cnr_jax as cnr  # noqa: E402
+from cnr_jax.format import names  # noqa: E402
 from cnr_jax.format.manifest import Manifest  # noqa: E402
 from cnr_jax.repository.step import read_manifest  # noqa: E402
-from cnr_jax.repository.store import bucket_clients  # noqa: E402
+from cnr_jax.repository.store import bucket_clients, names_in, read_small  # noqa: E402
 from cnr_jax.repository.store.local import LocalStore  # noqa: E402
 from cnr_jax.rows.fingerprints import rotation, watch  # noqa: E402
 from cnr_jax.testing import inprocess  # noqa: E402
@@ -222,6 +224,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _modules = itertools.count()
+
+
+def until(holds: Callable[[], Any], secs: float = 60.0) -> None:
+    end = time.monotonic() + secs
+    while not holds():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+
+
+def left_in(root: Any) -> list[str]:
+    """Names of folders of baselines, of requests, and of saves that did not end."""
+    found = names_in(epath.Path(root))
+    return [name for name in found if names.TEMPORARY_SUFFIX in name]
+
+
+def requested(root: Any) -> str:
+    """Waits until a run asks for a merge in a root; returns the name of the request's folder."""
+    found = list[str]()
+
+    def asks() -> bool:
+        for folder in left_in(root):
+            path = epath.Path(root) / folder / "request.json"
+            with contextlib.suppress(OSError, ValueError):  # it is being written
+                json.loads(read_small(path, 1 << 16))
+                found.append(folder)
+        return found != []
+
+    until(asks)
+    return found[0]
 
 
 def merged(manager: Any) -> Any:

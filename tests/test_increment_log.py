@@ -23,6 +23,7 @@ from cnr_jax.checkpointer.saving import lifecycle, meter
 from cnr_jax.checkpointer.saving import merging as merging_module
 from cnr_jax.checkpointer.saving.merging import Merging
 from cnr_jax.format import names
+from cnr_jax.goodput.cost import cost_of
 from cnr_jax.goodput.measured import measured_profile
 from cnr_jax.goodput.measurements import read_measurements
 from cnr_jax.goodput.records import profile_of
@@ -37,9 +38,9 @@ from cnr_jax.repository.store import names_in
 from cnr_jax.testing import damage, inprocess
 from cnr_jax.testing.faults import Fault
 
-from .conftest import Gate, merged, skip_below
+from .conftest import Gate, each_of, left_in, merged, skip_below, until
 from .test_compaction import CUTS, Run, assert_same, kinds
-from .test_mirrors import caught_up, until
+from .test_mirrors import caught_up
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
@@ -55,11 +56,6 @@ def log_of(run: Any, root: Any, steps: int, **options: Any) -> list[cnr.SaveRepo
             found.append(manager.last_report)
             merged(manager)
     return found
-
-
-def left_in(root: Any) -> list[str]:
-    """Names of folders of baselines, and of saves that did not end."""
-    return [n for n in os.listdir(root) if names.TEMPORARY_SUFFIX in n]
 
 
 # ---- what a save brings along -------------------------------------------------------------
@@ -405,16 +401,45 @@ def test_profiles_take_a_baseline_for_no_write_of_training(
     assert [save.kind for save in noted.saves] == ["full", *["delta"] * 8]
     assert measured_profile(noted.saves).full_bytes == reports[0].total_bytes
     course = course_of(cnr.describe(tmp_path))
-    assert {save.step for save in course.saves if save.merged} == brought
-    profile = profile_of(course)
-    assert profile is not None
-    fulls = [each.total_bytes + each.merged_bytes for each in reports]
-    assert profile.full_bytes == np.median([fulls[step] for step in (0, 3, 6)])
-    assert profile.write.samples == 7
+    assert {save.step for save in course.saves if save.merged_bytes} == brought
+    profile, cost = profile_of(course), cost_of(course)
+    assert profile is not None and cost is not None
+    assert profile.full_bytes == reports[0].total_bytes
+    assert profile.write.samples == 9
     shutil.rmtree(tmp_path / "3")
-    (gone,) = [s for s in course_of(cnr.describe(tmp_path)).saves if s.step == 3]
-    assert not gone.kept and gone.merged
-    assert gone.total_bytes == reports[3].total_bytes
+    without = course_of(cnr.describe(tmp_path))
+    for save, then, report in zip(course.saves, without.saves, reports, strict=True):
+        assert save.own_bytes == then.own_bytes == report.total_bytes
+        assert save.merged_bytes == then.merged_bytes == report.merged_bytes
+        assert save.total_bytes == then.total_bytes
+        assert save.parent_step == then.parent_step == report.parent
+        assert then.kept == (save.step != 3)
+    there = cost_of(without)
+    assert there is not None
+    # A month has as many saves as fit, and times of manifests are not quite those of lines.
+    now, before = (c.own.write_requests * c.interval_secs for c in (there, cost))
+    assert now == pytest.approx(before)
+
+
+@each_of("metrics", [False, True])
+def test_what_compact_has_written_is_no_write_of_a_save(
+    tiny_run: Any, tmp_path: Path, metrics: bool
+) -> None:
+    run, root = tiny_run(), tmp_path / str(metrics)
+    with run.open(root, policy=cnr.Consecutive(), metrics=metrics) as manager:
+        run.run(manager, range(6))
+        report = manager.last_report
+    cnr.compact(root, writer_is_dead=True)
+    described = cnr.describe(root)
+    step = described.steps[-1]
+    assert step.step == 5
+    assert step.kind == "full" and step.merged_bytes == step.total_bytes > 0
+    assert [each.merged_bytes for each in described.steps[:-1]] == [0] * 5
+    last = course_of(described).saves[-1]
+    assert last.merged_bytes == last.total_bytes == step.total_bytes
+    assert last.own_bytes == (report.total_bytes if metrics else None)
+    if metrics:
+        assert last.secs == report.total_secs
 
 
 def test_no_save_brings_an_old_baseline_after_a_full_one(

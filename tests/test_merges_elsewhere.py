@@ -24,10 +24,9 @@ from cnr_jax.repository.compaction.baseline import Request, write_baseline
 from cnr_jax.repository.index.save_plan import MergedBaseline
 from cnr_jax.repository.store import exists, store_of
 
-from .conftest import each_of, merged
+from .conftest import each_of, left_in, merged, requested, until
 from .test_compaction import kinds
-from .test_increment_log import left_in, log_of
-from .test_mirrors import until
+from .test_increment_log import log_of
 
 pytest.importorskip("zstandard")
 pytestmark = pytest.mark.usefixtures("unsynced")
@@ -105,16 +104,15 @@ def test_a_request_is_given_up_once_whoever_took_it_is_silent(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(requests, "_SILENT_SECS", 0.2)
     run, told = tiny_run(), list[tuple[str, str]]()
     policy = cnr.IncrementLog(merge_at=2, elsewhere=True)
     with run.open(tmp_path, policy=policy) as manager:
         run.run(manager, [0, 1])
         manager.wait_until_finished()
-        until(lambda: left_in(tmp_path) != [])
-        (folder,) = left_in(tmp_path)
-        (tmp_path / folder / "signs.txt").write_bytes(b"0")
-        assert merged(manager) is None
+        (tmp_path / requested(tmp_path) / "signs.txt").write_bytes(b"0")
+        with monkeypatch.context() as patch:
+            patch.setattr(requests, "_SILENT_SECS", 0.2)
+            assert merged(manager) is None
         assert "the program that merges it has ended" in caplog.text
         assert left_in(tmp_path) == []
         with follower(tmp_path, told):
@@ -165,15 +163,15 @@ def test_a_long_merge_gives_signs_of_life(
     slow: tuple[threading.Event, threading.Event],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(requests, "_SILENT_SECS", 1.0)
+    monkeypatch.setattr(requests, "_SILENT_SECS", 3.0)
     (begun, may_end), told = slow, list[tuple[str, str]]()
     run, policy = tiny_run(), cnr.IncrementLog(merge_at=2, elsewhere=True)
     with run.open(tmp_path, policy=policy) as manager, follower(tmp_path, told):
         run.run(manager, [0, 1])
         manager.wait_until_finished()
         assert begun.wait(60)
-        # As long as silence would be taken for the end, twice.
-        assert not threading.Event().wait(2.0)
+        # Longer than silence that would be taken for the end.
+        assert not threading.Event().wait(4.0)
         assert manager._handler.lifecycle.merging.is_busy
         may_end.set()
         assert merged(manager) is not None
@@ -211,7 +209,7 @@ def test_the_run_says_why_a_merge_elsewhere_failed(
     with run.open(tmp_path, policy=policy) as manager:
         run.run(manager, [0, 1])
         manager.wait_until_finished()
-        until(lambda: left_in(tmp_path) != [])
+        requested(tmp_path)
         chunk = next((tmp_path / "0").rglob("rows.p00000/*/c/0"))
         chunk.write_bytes(chunk.read_bytes()[:-1])
         with follower(tmp_path, told):
@@ -338,8 +336,7 @@ def test_a_request_that_somebody_removes_is_given_up(
     with run.open(root, policy=policy) as manager:
         run.run(manager, [0, 1])
         manager.wait_until_finished()
-        until(lambda: left_in(root) != [])
-        (folder,) = left_in(root)
+        folder = requested(root)
         if taken:
             (root / folder / "signs.txt").write_bytes(b"0")
         shutil.rmtree(root / folder)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from cnr_jax.testing.faults import Fault
 
 from . import mirror_program
 from .bucket_proxy import Proxy
-from .conftest import Gate, case_of, each_of, xla_flags
+from .conftest import Gate, case_of, each_of, until, xla_flags
 from .test_buckets import held
 
 PROGRAM = Path(mirror_program.__file__)
@@ -62,13 +62,6 @@ mostly_on_disk = pytest.mark.parametrize(
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
-
-
-def until(holds: Callable[[], Any], secs: float = 60.0) -> None:
-    end = time.monotonic() + secs
-    while not holds():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.01)
 
 
 def caught_up(manager: Any) -> None:

@@ -34,7 +34,7 @@ from cnr_jax.repository.store import (
 
 from . import mirror_program
 from .bucket_proxy import Proxy
-from .conftest import case_of, each_of
+from .conftest import case_of, each_of, until
 from .test_mirrors import (
     caught_up,
     far,
@@ -45,7 +45,6 @@ from .test_mirrors import (
     root,
     started,
     steps_in,
-    until,
 )
 
 __all__ = ["far", "proxied", "root"]  # fixtures

@@ -84,6 +84,9 @@ def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]
                 "",
             ),
         ]
+        if step.merged_bytes:
+            told = f"merged:      {amount(step.merged_bytes)}, from a chain, by no save"
+            lines.append((told, ""))
     lines.append((f"restorable:  {verdict}", "red" if step.problem else ""))
     if not step.tables:
         return lines

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -187,6 +187,7 @@ def cost_of(
 ) -> Cost | None:
     """Cost of the checkpoints of a run, for a month in which it trains and fails as it has.
 
+    Merges count, as other programs that use the storage; what they read is what a restore would.
     It assumes that plain full saves come as often as this run's, that as many are kept, that they
     are written and read as fast, and that they hold training up for as long as its full ones.
 
@@ -206,9 +207,15 @@ def cost_of(
     interval = float(np.median(np.diff(times)))
     monthly = MONTH_HOURS * HOUR_SECS / interval
     restores = sum(save.restored for save in course.saves) / len(saves) * monthly
-    sizes = np.array([float(save.total_bytes or 0) for save in saves])
     reads, depths = np.array([_read_by(save, course, profile) for save in saves]).T
+    found = _Amounts(
+        np.array([float(save.own_bytes or 0) for save in saves]),
+        reads,
+        depths,
+        np.array([float(save.merged_bytes) for save in saves]),
+    )
     plain = np.array([profile.plain_bytes])
+    plain_saves = _Amounts(plain, plain, np.ones(1), np.zeros(1))
     given = (profile, interval, monthly, restores, accelerators)
     held = course.root.total_bytes
     return Cost(
@@ -216,10 +223,26 @@ def cost_of(
         interval_secs=interval,
         restores=restores,
         accelerators=accelerators,
-        own=_quantities(*given, held, sizes, reads, depths.mean()),
-        plain=_quantities(*given, course.plain_bytes, plain, plain, 1, plain=True),
+        own=_quantities(*given, held, found),
+        plain=_quantities(*given, course.plain_bytes, plain_saves, plain=True),
         prices=prices,
     )
+
+
+class _Amounts(NamedTuple):
+    """What saves and restores of a run take, by save.
+
+    Attributes:
+        written: bytes that the save wrote.
+        read: bytes that a restore of it reads.
+        depths: number of checkpoints that the restore reads.
+        merged: bytes that were merged into it.
+    """
+
+    written: np.ndarray
+    read: np.ndarray
+    depths: np.ndarray
+    merged: np.ndarray
 
 
 def _quantities(
@@ -229,13 +252,15 @@ def _quantities(
     restores: float,
     accelerators: int,
     stored: float,
-    sizes: np.ndarray,
-    reads: np.ndarray,
-    depth: float,
+    amounts: _Amounts,
     *,
     plain: bool = False,
 ) -> Quantities:
-    """Quantities of saves of some sizes, and of restores that read so much from so many steps."""
+    """Quantities of saves and restores, and of merges.
+
+    A merge writes as many files as a save, and reads what a restore of the save before would.
+    """
+    sizes, reads, depths, merged = amounts
     stall = repeat = None
     if profile.blocking.known:
         stall = float(profile.blocking_secs(sizes).mean())
@@ -243,14 +268,18 @@ def _quantities(
         restore = float(profile.reading.of(reads).mean())
         repeat = restores * (restore + write + interval / 2) / HOUR_SECS * accelerators
         stall = monthly * stall / HOUR_SECS * accelerators
-    chunks, read_chunks = sizes // _CHUNK_BYTES, reads // _CHUNK_BYTES
+    merges = merged > 0
+    writes = _SAVE_WRITES * (1 + merges) + sizes // _CHUNK_BYTES
+    requests = depths * _READ_REQUESTS + reads // _CHUNK_BYTES
+    for_merges = [np.where(merges, np.roll(of, 1), 0) for of in (reads, requests)]
     return Quantities(
         stored_bytes=float(stored),
-        moved_bytes=float(monthly * sizes.mean() + restores * reads.mean()),
-        write_requests=float(monthly * (_SAVE_WRITES + chunks.mean())),
+        moved_bytes=float(
+            monthly * (sizes + merged + for_merges[0]).mean() + restores * reads.mean()
+        ),
+        write_requests=float(monthly * (writes + merged // _CHUNK_BYTES).mean()),
         read_requests=float(
-            monthly * _SAVE_READS
-            + restores * (depth * _READ_REQUESTS + read_chunks.mean())
+            monthly * (_SAVE_READS + for_merges[1]).mean() + restores * requests.mean()
         ),
         stall_hours=stall,
         restore_hours=repeat,
@@ -266,8 +295,6 @@ def _read_by(save: Save, course: Course, profile: Profile) -> tuple[float, int]:
             return nbytes + profile.full_bytes, depth
         save = course.saves[save.parent]
         nbytes += float(save.total_bytes or 0)
-    if save.merged and not save.kept:
-        nbytes += profile.full_bytes  # its baseline, which metrics do not count
     return nbytes, depth
 
 

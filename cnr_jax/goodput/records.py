@@ -66,23 +66,24 @@ def profile_of(course: Course, restart_secs: float = 0.0) -> Profile | None:
     Returns:
         As `measured_profile`.
     """
-    saves = [save for save in course.saves if "tables" in save.parts][-_MOST_SAVES:]
-    # Of a step that `compact` has made, seconds and time are those of the merge.
-    timed = [s for s in saves if s.secs is not None and not (s.merged and s.kept)]
+    saves = [s for s in course.saves if "tables" in s.parts and s.own_bytes is not None]
+    saves = saves[-_MOST_SAVES:]
+    timed = [save for save in saves if save.secs is not None]
     trained = dict(_between(timed))
     measured = [_measured(save, trained.get(id(save))) for save in saves]
     return measured_profile(measured, course.reads, restart_secs=restart_secs)
 
 
 def _measured(save: Save, trained: Trained | None) -> MeasuredSave:
-    # What is merged takes bytes, but none of the seconds of the save that brings it along.
-    timed = save.secs is not None and not (save.merged and save.kept)
+    timed = save.secs is not None
     blocks = timed and save.stall_secs is not None
     return MeasuredSave(
         step=save.step,
         parent=save.parent_step,
-        kind="delta" if save.merged and not save.kept else save.kind,
-        nbytes=save.total_bytes or 0,
+        # It has written a delta, whatever baseline it has brought along.
+        kind="delta" if save.merged_bytes else save.kind,
+        nbytes=save.own_bytes or 0,
+        merged_bytes=save.merged_bytes,
         fixed_bytes=save.parts["dense"] + save.parts["manifests"],
         plain_bytes=save.plain_bytes or 0,
         blocking_secs=_blocking_secs(save) if blocks else None,

@@ -35,13 +35,17 @@ class Save:
             history of a later step has its rows, bytes of rows and seconds.
         branch: number of the branch; 0: not known.
         parent: place in the course of a delta's parent; None: it is not there.
-        parent_step: step of that parent, wherever it is; None: not known.
+        parent_step: step of that parent, wherever it is, or of the one that the rows which a save
+            with a baseline has written rest on; None: not known.
         depth: number of checkpoints that a restore of the step reads; 0: not known.
         restores: how often the run was restored along its branch; None: not known.
         restored: whether the run was restored between the save before and this one.
         rows: number of rows over all tables.
-        parts: bytes by kind: `tables`, `slots`, `dense`, `manifests`; or `ROWS` alone, if only the
-            bytes of rows are known.
+        parts: bytes by kind: `tables`, `slots`, `dense`, `manifests`; of a removed save also
+            `merged`, the baseline that it brought along; or `ROWS` alone, if only the bytes of
+            rows are known.
+        merged_bytes: of these, bytes that were merged from a chain, and that no save wrote.
+        own_bytes: bytes that the save wrote; None: not known.
         plain_bytes: bytes that a plain full save would have written; None: not known.
         secs: seconds from its start until its manifest was written; None: not known.
         stall_secs: part of `secs` in which training waited; None: not known.
@@ -53,8 +57,6 @@ class Save:
         worst_error: greatest of these errors.
         problem: why it cannot be restored; empty if it can.
         may_lack_rows: whether an audit found later that rows may be missing in it.
-        merged: whether rows of it were merged from a chain, whose bytes are among those in `parts`
-            as long as the root holds it.
     """
 
     step: int
@@ -68,6 +70,8 @@ class Save:
     restored: bool = False
     rows: int = 0
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    merged_bytes: int = 0
+    own_bytes: int | None = None
     plain_bytes: int | None = None
     secs: float | None = None
     stall_secs: float | None = None
@@ -79,11 +83,10 @@ class Save:
     worst_error: float | None = None
     problem: str = ""
     may_lack_rows: bool = False
-    merged: bool = False
 
     @property
     def total_bytes(self) -> int | None:
-        """All bytes written for the step, as far as they are known; None: none are."""
+        """All bytes of the step, as far as they are known; None: none are."""
         return sum(self.parts.values()) if self.parts else None
 
 
@@ -129,7 +132,7 @@ def course_of(root: RootDescription) -> Course:
     # Histories have no branch: a removed save is the one of this step with as many rows, or, as
     # metrics do not count merged rows, the full one of this step.
     known = {(save.step, save.rows) for save in gone}
-    merged = {save.step for save in gone if save.merged}
+    merged = {save.step for save in gone if save.merged_bytes}
     gone += [
         save
         for save in _removed(root)
@@ -157,7 +160,18 @@ def course_of(root: RootDescription) -> Course:
                 stall_secs=more.stall_secs,
                 wait_secs=more.wait_secs,
                 phases=more.phases,
+                parent_step=more.parent_step
+                if save.parent_step is None
+                else save.parent_step,
             )
+            if save.own_bytes is None:
+                # `compact` has made the step, and its manifest tells what that took.
+                save = dataclasses.replace(
+                    save,
+                    own_bytes=more.own_bytes,
+                    secs=more.secs,
+                    saved_at=more.saved_at,
+                )
         saves.append(save)
     reads = [each for each in map(_read_noted, lines) if each is not None]
     return Course(root=root, saves=tuple(_with_restores(saves)), reads=tuple(reads))
@@ -188,6 +202,7 @@ def _save_kept(
     known = step.kind in ("full", "delta")
     mean, worst = _errors(step.tables)
     parts = {part: getattr(step, f"{name}_bytes") for part, name in _PARTS.items()}
+    own_bytes = step.total_bytes - step.merged_bytes
     return Save(
         step=step.step,
         kind=step.kind,
@@ -198,6 +213,8 @@ def _save_kept(
         restores=step.restores if known else None,
         rows=step.rows,
         parts=parts if known else {},
+        merged_bytes=step.merged_bytes,
+        own_bytes=(own_bytes or None) if known else None,
         plain_bytes=step.state_bytes if known else None,
         secs=step.secs,
         saved_at=step.saved_at,
@@ -206,7 +223,6 @@ def _save_kept(
         worst_error=worst,
         problem="" if step.kind == "orbax" else step.problem,
         may_lack_rows=step.may_lack_rows,
-        merged=step.merged,
     )
 
 
@@ -258,7 +274,11 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         return None  # nothing of it stays
     if step is None or branch is None:
         return None
-    parts = {part: _whole(line, f"{name}_bytes") for part, name in _PARTS.items()}
+    noted = {part: _whole(line, f"{name}_bytes") for part, name in _PARTS.items()}
+    parts = {part: size for part, size in noted.items() if size is not None}
+    own_bytes = sum(parts.values()) if parts else None
+    if merged_bytes := _whole(line, "merged_bytes") or 0:
+        parts["merged"] = merged_bytes
     phases = {phase: _number(line, f"{phase}_secs") for phase in PHASES}
     given = line.get("tables")
     tables = given if isinstance(given, list) else []
@@ -275,7 +295,9 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         parent_step=_whole(line, "parent"),
         restores=_whole(line, "restores"),
         rows=_whole(line, "rows") or 0,
-        parts={part: size for part, size in parts.items() if size is not None},
+        parts=parts,
+        merged_bytes=merged_bytes,
+        own_bytes=own_bytes,
         # Lines of earlier versions took tables for float32.
         plain_bytes=_whole(line, "state_bytes") or _whole(line, "full_fp32_bytes"),
         secs=_number(line, "total_secs"),
@@ -286,7 +308,6 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         shares={name: share for name, share in shares.items() if share is not None},
         mean_error=_number(line, "mean_row_error"),
         worst_error=_number(line, "worst_row_error"),
-        merged=bool(_whole(line, "merged_bytes")),
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.format.manifest import DenseLeaf, Manifest, TableEntry
+from cnr_jax.format.tiles import ProcessManifest
 from cnr_jax.garbage import without_collections
 from cnr_jax.repository import layout, store
 from cnr_jax.repository.causes import using_root
@@ -213,7 +214,11 @@ def _look(
         own_bytes = step.manifest_bytes + store.size_of(where / names.MANIFEST)
         step = dataclasses.replace(step, manifest_bytes=own_bytes)
         processes = read_processes(where, manifest)
-        step = dataclasses.replace(step, tables=held_tables(manifest, processes))
+        step = dataclasses.replace(
+            step,
+            tables=held_tables(manifest, processes),
+            merged_bytes=_merged_bytes(step, manifest, processes),
+        )
         files = files_of(manifest, processes)
         if store.can(root).cheap_looks:
             checked.check_files(where, files.rows)
@@ -251,8 +256,21 @@ def _described(directory: str, manifest: Manifest) -> StepDescription:
         secs=manifest.history[-1].secs if manifest.history else None,
         saved_at=utc_time(manifest.written_at_unix_secs),
         restores=manifest.restores,
-        merged=brings_baseline(manifest) or bool(manifest.stands_for),
     )
+
+
+def _merged_bytes(
+    step: StepDescription, manifest: Manifest, processes: Sequence[ProcessManifest]
+) -> int:
+    """Bytes of a step that were merged from a chain, and that no save wrote."""
+    if manifest.stands_for:
+        return step.total_bytes
+    if not brings_baseline(manifest):
+        return 0
+    # Its baseline has the last process manifest.
+    arrays = processes[-1].arrays.values()
+    rows = sum(sum(checked.file_bytes(each)) + each.metadata_bytes for each in arrays)
+    return rows + manifest.processes[-1].bytes
 
 
 def state_bytes(tables: Iterable[TableEntry], dense: Iterable[DenseLeaf]) -> int:

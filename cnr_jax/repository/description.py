@@ -101,7 +101,8 @@ class StepDescription:
         problem: why it cannot be restored, in a line; empty if it can, as far as manifests and the
             sizes of files tell.
         may_lack_rows: whether an audit found later that rows may be missing in it.
-        merged: whether rows of it were merged from a chain, rather than written by its save.
+        merged_bytes: bytes among all these that were merged from a chain, and that no save wrote:
+            those of a baseline that the save brings along, or of a whole step made by `compact`.
     """
 
     step: int
@@ -124,7 +125,7 @@ class StepDescription:
     tables: tuple[TableDescription, ...] = ()
     problem: str = ""
     may_lack_rows: bool = False
-    merged: bool = False
+    merged_bytes: int = 0
 
     @property
     def restorable(self) -> bool:
@@ -133,7 +134,7 @@ class StepDescription:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all that was written for the step."""
+        """Bytes of all that the step holds."""
         rows = self.table_bytes + self.slot_bytes
         return rows + self.dense_bytes + self.manifest_bytes
 

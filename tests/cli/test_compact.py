@@ -13,18 +13,13 @@ from typer.testing import CliRunner
 import cnr_jax as cnr
 from cnr_jax.cli.app import app
 from cnr_jax.cli.exit_codes import Exit
-from cnr_jax.format import names
-from cnr_jax.repository.store import names_in, store_of
+from cnr_jax.repository.store import store_of
 
-from ..conftest import each_of, merged
-from ..test_mirrors import far, mostly_on_disk, until
+from ..conftest import each_of, left_in, merged, requested
+from ..test_mirrors import far, mostly_on_disk
 from .test_mirror import called
 
 __all__ = ["far"]  # a fixture
-
-
-def left_in(root: epath.Path) -> list[str]:
-    return [name for name in names_in(root) if names.TEMPORARY_SUFFIX in name]
 
 
 @mostly_on_disk
@@ -61,8 +56,7 @@ def test_a_request_whose_run_has_ended_harms_nobody(
     with run.open(str(far), policy=policy) as manager:
         run.run(manager, [0, 1])
         manager.wait_until_finished()
-        until(lambda: left_in(far) != [])
-        (folder,) = left_in(far)
+        folder = requested(far)
         request = store.read(far / folder / "request.json")
     assert left_in(far) == []  # the run takes it back
     store.make_folder(far / folder)  # and had it been killed

@@ -21,7 +21,7 @@ from cnr_jax import errors
 from cnr_jax.format import names
 from cnr_jax.repository.store import exists, names_in
 
-from ..conftest import each_of
+from ..conftest import each_of, until
 from ..test_mirrors import (
     far,
     files_of,
@@ -30,7 +30,6 @@ from ..test_mirrors import (
     root,
     secs_of_copy,
     steps_in,
-    until,
 )
 
 __all__ = ["far", "root"]  # fixtures

@@ -62,7 +62,9 @@ def save_of(number: int, **fields: Any) -> Save:
         phases={"commit": 1.0},
         saved_at=at,
     )
-    return dataclasses.replace(save, **fields)
+    save = dataclasses.replace(save, **fields)
+    own_bytes = sum(save.parts.values()) - save.merged_bytes
+    return dataclasses.replace(save, own_bytes=own_bytes or None)
 
 
 def course(*saves: Save, **fields: Any) -> Course:
@@ -344,6 +346,25 @@ def test_a_run_is_a_profile_of_a_simulation(root: Path, tmp_path: Path) -> None:
     assert (result.exit_code, result.output.split(":")[0]) == (0, "not known yet")
 
 
+def test_what_a_merge_has_written_tells_what_full_saves_have() -> None:
+    """The full save is gone; one step is merged by `compact`, another brings a baseline along."""
+    saves = [save_of(n) for n in range(1, 20)]
+    brings, made = saves[3], saves[9]
+    parts = {**brings.parts, "tables": brings.parts["tables"] + 7_000_000}
+    saves[3] = dataclasses.replace(
+        brings, kind="full", parts=parts, merged_bytes=7_000_000
+    )
+    parts = {**made.parts, "tables": 9_000_000}
+    total_bytes = sum(parts.values())
+    saves[9] = dataclasses.replace(
+        made, kind="full", parts=parts, merged_bytes=total_bytes, own_bytes=None
+    )
+    found = noted(*saves)
+    assert found.full_bytes == 7_000_000
+    assert found.write.samples == 18
+    assert found.write.per_byte == pytest.approx(3e-6)
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_restore_reads_what_its_save_rests_on(merged: bool) -> None:
     bases = (0, 5) if merged else (0,)
@@ -354,8 +375,9 @@ def test_a_restore_reads_what_its_save_rests_on(merged: bool) -> None:
             parent=None if n in bases else n - 1,
             parent_step=None if n in bases else 10 * (n - 1),
             kept=n != 5 or not merged,
-            merged=n == 5 and merged,
-            parts={"tables": 1_000_000, "slots": 0, "dense": 0, "manifests": 0},
+            parts={"tables": 1_000_000, "slots": 0, "dense": 0, "manifests": 0}
+            | ({"merged": 1_000_000} if n == 5 and merged else {}),
+            merged_bytes=1_000_000 if n == 5 and merged else 0,
             saved_at=BEGAN + datetime.timedelta(seconds=6 * n),
             restored=n == 5,
         )
@@ -367,5 +389,10 @@ def test_a_restore_reads_what_its_save_rests_on(merged: bool) -> None:
     assert restores == pytest.approx(monthly / 10)
     # From one save to ten, or to five; save 5 and those that rest on it read a baseline too.
     depth, read = (3, 3.5) if merged else (5.5, 5.5)
-    assert found.own.read_requests == pytest.approx(2 * monthly + restores * 7 * depth)
-    assert found.own.moved_bytes == pytest.approx(1e6 * (monthly + restores * read))
+    # One save in ten has what a merge of the five checkpoints before it has written.
+    merges = monthly / 10 if merged else 0
+    reads = 2 * monthly + 7 * (5 * merges + depth * restores)
+    assert found.own.read_requests == pytest.approx(reads)
+    assert found.own.write_requests == pytest.approx(21 * (monthly + merges))
+    moved = monthly + merges * (1 + 5) + restores * read
+    assert found.own.moved_bytes == pytest.approx(1e6 * moved)

@@ -164,6 +164,7 @@ class Meter:
             nbytes=report.total_bytes,
             fixed_bytes=report.dense_bytes + report.manifest_bytes,
             plain_bytes=report.state_bytes,
+            merged_bytes=report.merged_bytes,
             blocking_secs=blocking,
             durable_secs=max(written, 0.0) + report.commit_secs,
             in_flight=save.at_once,

@@ -181,6 +181,7 @@ def _parts(saves: Sequence[Save]) -> Panel:
         "slots": "orange",
         "dense": "green",
         "manifests": "purple",
+        "merged": "sky",
     }
     return Panel(
         title="What the bytes are",
