@@ -38,9 +38,10 @@ _TAIL, _SAMPLE_ROWS, _ROUNDS = 7, 1 << 12, 12
 # Share of integers at and above a magnitude that need not be told apart: each one counted takes
 # time, and at this share a thousandth of the bytes is all that telling more apart would save.
 _FEW = 0.05
-# Integers that are counted at once, and rows that are transposed at once, to stay in the cache; and
-# bytes by which columns are longer than needed, as columns of a power of two share cache lines.
-_COUNTED_ELEMENTS, _TURNED_ROWS, _APART_BYTES = 1 << 18, 512, 64
+# Integers that are counted at once, and bytes, or at least rows, that are transposed at once, to
+# stay in the cache; and bytes by which columns are longer than needed, as columns of a power of two
+# share its lines.
+_COUNTED_ELEMENTS, _TURNED_BYTES, _TURNED_ROWS, _APART_BYTES = 1 << 18, 1 << 15, 512, 64
 # Bytes of symbols that are spread at once, and the shifts and masks that spread each to a byte.
 _SPREAD_BYTES = 1 << 15
 _SPREADS = {2: ((12, 0x000F000F), (6, 0x03030303)), 4: ((4, 0x0F0F),)}
@@ -138,8 +139,7 @@ def unpack_rows(data: bytes | np.ndarray, elements: int, dtype: np.dtype) -> Spa
 def _put_columns(columns: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
     """Writes rows that are given as columns, `[width, rows]`, to the rows `at` of `out`."""
     room, columns = items(out), columns.astype(out.dtype, copy=False)
-    for start in range(0, len(at), _TURNED_ROWS):
-        some = slice(start, start + _TURNED_ROWS)
+    for some in _turns(len(at), len(columns) * columns.itemsize):
         room[at[some]] = items(np.ascontiguousarray(columns[:, some].T))
 
 
@@ -288,10 +288,15 @@ def _turned(rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray:
     """Returns the rows at some positions, or all, transposed: `[width, rows]`."""
     count = len(rows) if at is None else len(at)
     found = _columns(count, rows.shape[1], rows.dtype)
-    for start in range(0, count, _TURNED_ROWS):
-        some = slice(start, start + _TURNED_ROWS)
+    for some in _turns(count, rows.shape[1] * rows.itemsize):
         found[:, some] = taken(rows, some if at is None else at[some]).T
     return found
+
+
+def _turns(count: int, row_bytes: int) -> Iterator[slice]:
+    """Slices of rows that are transposed at once."""
+    at_once = max(_TURNED_ROWS, _TURNED_BYTES // row_bytes)
+    return (slice(i, i + at_once) for i in range(0, count, at_once))
 
 
 def _columns(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
