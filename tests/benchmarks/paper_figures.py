@@ -10,7 +10,7 @@ from results import print_table
 from schedules import follow
 from traces import NAMES, ByteModel, Cache, Trace
 
-from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot
+from cnr_jax.policy import Consecutive, Full, IncrementLog, Intermittent, OneShot
 
 POLICIES = {
     "full": Full(),
@@ -18,6 +18,7 @@ POLICIES = {
     "consecutive": Consecutive(),
     "intermittent": Intermittent(),
     "intermittent, paper's rule": Intermittent(predictor="history"),
+    "log of increments": IncrementLog(),
 }
 # Check-N-Run's widths: up to 1, 3, 20 expected restores, and more.
 BITS_BY_RESTORES = {"<= 1": 2, "<= 3": 3, "<= 20": 4, "> 20": 8}
@@ -73,7 +74,10 @@ def _tenths(shares: list[float]) -> list[float]:
 
 
 def by_interval(cache: Cache) -> list[dict[str, Any]]:
-    """Figures 15 and 16: what each policy writes and holds, in full saves at equal bits."""
+    """Figures 15 and 16: what each policy writes and holds, in full saves at equal bits.
+
+    Beside them are what merges write, and the bytes that the longest restore reads.
+    """
     figures: list[dict[str, Any]] = []
     for name in NAMES:
         for saves in INTERVALS:
@@ -87,6 +91,7 @@ def by_interval(cache: Cache) -> list[dict[str, Any]]:
                         "saves": saves,
                         "policy": label,
                         "written": (found.written / one).tolist(),
+                        "merged": ((found.stored - found.written) / one).tolist(),
                         "steady": (found.steady / one).tolist(),
                         "transient": (found.transient / one).tolist(),
                         "fulls": found.fulls,
@@ -97,6 +102,7 @@ def by_interval(cache: Cache) -> list[dict[str, Any]]:
             f"{f['trace']}, {f['saves']} saves, {f['policy']}",
             f"{np.mean(f['written']):.3f}",
             f"{f['written'][-1]:.3f}",
+            f"{np.sum(f['written'] + f['merged']) / np.sum(f['written']):.2f}",
             f"{max(f['steady']):.2f}",
             f"{max(f['transient']):.2f}",
             " ".join(map(str, f["fulls"][:8]))
@@ -106,7 +112,10 @@ def by_interval(cache: Cache) -> list[dict[str, Any]]:
     ]
     print_table(
         "Figures 15 and 16: bytes of a save and capacity held, in full saves of 4 bits",
-        ("case", "mean save", "last", "steady peak", "transient peak", "fulls at"),
+        (
+            *("case", "mean save", "last", "times with merges"),
+            *("a restore reads at most", "held at most", "fulls at"),
+        ),
         rows,
     )
     return figures

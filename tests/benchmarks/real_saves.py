@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,14 @@ def compare(trace: Trace, saves: int, model: ByteModel, policy: Policy) -> dict:
     """Saves a trace for real, on one device, and as the model has it.
 
     Returns:
-        For each save its bytes as written and as modelled, and the kinds of both.
+        For each save its bytes as written and as modelled, those that merges have written, and the
+        kinds of both.
     """
     modelled = follow(policy, find_touched(trace, saves).costs(model))
     reports = save_trace(trace, saves, model, policy)
     written = np.array([report.total_bytes for report in reports])
+    merged = sum(report.merged_bytes for report in reports)
+    merged_modelled = int((modelled.stored - modelled.written).sum())
     return {
         "trace": trace.name,
         "saves": saves,
@@ -36,6 +40,9 @@ def compare(trace: Trace, saves: int, model: ByteModel, policy: Policy) -> dict:
         ],
         "bytes_written": written.tolist(),
         "bytes_modelled": modelled.written.tolist(),
+        "merged_bytes": merged,
+        "merged_bytes_modelled": merged_modelled,
+        "merged_error": merged_modelled / merged - 1 if merged else 0.0,
         "largest_error": float(np.abs(modelled.written / written - 1).max()),
         "total_error": float(modelled.written.sum() / written.sum() - 1),
     }
@@ -74,5 +81,8 @@ def save_trace(trace: Trace, saves: int, model: ByteModel, policy: Policy) -> li
             fill = np.repeat(window[-1:], length - len(window), axis=0)
             touched = record(touched, np.concatenate([window, fill]))
             manager.save(step, args=cnr.args.Save(state, touched))
-        manager.wait_until_finished()
+            manager.wait_until_finished()
+            # In the model a merge ends before the next save.
+            while manager._handler.lifecycle.merging.is_busy:
+                time.sleep(0.02)
     return reports

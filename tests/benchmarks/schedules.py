@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cnr_jax.policy import Policy, SaveRecord, since_baseline
-from cnr_jax.simulation import Schedule
+from cnr_jax.policy import Policy
+from cnr_jax.simulation import Followed, Schedule
 
 
 def schedule_of(parents: Sequence[int], cost: np.ndarray) -> Schedule:
@@ -22,18 +22,14 @@ def schedule_of(parents: Sequence[int], cost: np.ndarray) -> Schedule:
 
 
 def follow(policy: Policy, cost: np.ndarray) -> Schedule:
-    """What a policy makes of a trace: it sees the saves so far, and nothing else."""
-    history: list[SaveRecord] = []
-    parents: list[int] = []
-    for save in range(len(cost)):
-        decision = policy.decide(since_baseline(history))
-        parent = save if decision.parent is None else decision.parent
-        size = int(cost[parent, save])
-        history.append(
-            SaveRecord(step=save, kind=decision.kind, bytes=size, rows=size, secs=1.0)
-        )
-        parents.append(parent)
-    return schedule_of(parents, cost)
+    """What a policy makes of a trace: it sees the saves so far, and nothing else.
+
+    What it has merged is in the next save, as in `cnr_jax.simulate`.
+    """
+    followed = Followed(policy)
+    for costs in cost.T:
+        followed.save(lambda parent, of=costs: (int(of[parent]), int(of[parent])))
+    return followed.schedule()
 
 
 def least_bytes(cost: np.ndarray, depth: int) -> np.ndarray:
