@@ -27,7 +27,7 @@ import cnr_jax as cnr
 from cnr_jax.checkpointer.restoring import attempts
 from cnr_jax.format import names
 from cnr_jax.format.tiles import load_process
-from cnr_jax.repository import step_reader
+from cnr_jax.repository import ids_in_blocks
 from cnr_jax.repository.compaction import rows
 from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.step import read_manifest
@@ -60,7 +60,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _set_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
     monkeypatch.setattr(rows, "_BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(rows, "_BESIDE_BYTES", block_bytes // 4)
-    monkeypatch.setattr(step_reader, "_RANKED_BYTES", 3)
+    monkeypatch.setattr(ids_in_blocks, "READ_BYTES", 10)
 
 
 class Run:

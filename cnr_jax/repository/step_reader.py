@@ -8,6 +8,7 @@ the number of its tiles.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,6 +23,7 @@ from cnr_jax.format import names, rowids
 from cnr_jax.format.manifest import Manifest
 from cnr_jax.format.tiles import RowIds, Segment, Tile
 from cnr_jax.garbage import without_collections
+from cnr_jax.repository.ids_in_blocks import IdsInBlocks
 from cnr_jax.repository.index.resolve import resolve_chain
 from cnr_jax.repository.step import read_processes
 from cnr_jax.repository.store import AnyPath, asking_once, store_of
@@ -32,9 +34,6 @@ from cnr_jax.repository.store.checked import (
 )
 from cnr_jax.repository.store.kept_chunks import KeptChunks
 from cnr_jax.rows.codecs import Codec, Part, codec_from
-
-# Bytes of a bitmap of rows in which set bits are counted at a time.
-_RANKED_BYTES = 1 << 18
 
 
 def open_chain(
@@ -103,7 +102,7 @@ class StepReader:
         self._arrays: dict[tuple[int, str], ArrayReader] = {}
         self._dense: dict[int, ArrayReader] = {}
         self._ids: dict[tuple[int, int, int], np.ndarray | None] = {}
-        self._ranks: dict[tuple[int, int], tuple[int, int]] = {}
+        self._blocks: dict[tuple[int, int, int], IdsInBlocks] = {}
         self.in_blocks = False
         self._codecs: dict[tuple[int, int], Codec] = {}
         self.dtypes = {
@@ -282,7 +281,7 @@ class StepReader:
     def forget_positions(self) -> None:
         """Forgets lists of rows, which nobody will ask for any more."""
         self._ids.clear()
-        self._ranks.clear()
+        self._blocks.clear()
 
     def positions_between(
         self, process: int, index: int, rows: int, first: int, last: int
@@ -300,35 +299,38 @@ class StepReader:
             The number, and int64 positions in the tile. None if all positions are better read at
             once, by `positions`.
         """
-        if not self.in_blocks or index < 0 or last - first == rows:
+        if not self.in_blocks or last - first == rows:
             return None
-        ids = self.processes[process].row_ids[index]
-        if ids.form != "bitmap":
+        tiles = self._joined_ids[-1 - index] if index < 0 else ((index, rows),)
+        listed = self.processes[process].row_ids
+        if all(listed[one].form in ("all", "none") for one, _ in tiles):
             return None
-        array = self.array(process, names.ROW_IDS_ARRAY)
+        found, before, start = list[np.ndarray](), 0, 0
+        for one, count in tiles:
+            low, high = max(first - start, 0), min(last - start, count)
+            if low >= count:
+                before += listed[one].count
+            elif low < high:
+                earlier, own = self._in_block(process, one, count, low, high)
+                before += earlier
+                found.append(own + start)
+            start += count
+        return before, np.concatenate(found)
 
-        def bits(start: int, stop: int) -> np.ndarray:
-            read = array.read(ids.offset + start, ids.offset + stop)
-            return np.unpackbits(read, bitorder="little")
-
-        low, at, before = first // 8, *self._ranks.get((process, index), (0, 0))
-        if low < at:
-            at = before = 0
-        while at < low:
-            stop = min(low, at + _RANKED_BYTES)
-            before += int(bits(at, stop).sum())
-            at = stop
-        self._ranks[process, index] = at, before
-        found = np.flatnonzero(bits(low, -(-last // 8))) + 8 * low
-        start, stop = np.searchsorted(found, (first, last)).tolist()
-        if last == rows and before + stop != ids.count:
-            where = os.fspath(self.directory / names.process_manifest(process))
-            raise errors.FormatError(
-                f"{where}: entry {index} of row ids has other rows than it says\n"
-                f"  got {before + stop}, expected {ids.count}",
-                path=where,
-            )
-        return before + start, found[start:stop]
+    def _in_block(
+        self, process: int, index: int, rows: int, first: int, last: int
+    ) -> tuple[int, np.ndarray]:
+        """`positions_between` of a tile that was not joined."""
+        ids: RowIds = self.processes[process].row_ids[index]
+        if ids.form not in ("bitmap", "gaps"):
+            found = self._decode(process, index, rows)
+            return (first, np.arange(first, last)) if found is None else (0, found)
+        key = process, index, rows
+        if key not in self._blocks:
+            array = self.array(process, names.ROW_IDS_ARRAY)
+            self._blocks[key] = IdsInBlocks(ids, rows, array.read)
+        with self._about_ids(process, index):
+            return self._blocks[key].between(first, last)
 
     def _decode(self, process: int, index: int, rows: int) -> np.ndarray | None:
         ids: RowIds = self.processes[process].row_ids[index]
@@ -336,10 +338,16 @@ class StepReader:
         if ids.bytes:
             stop = ids.offset + ids.bytes
             data = self.array(process, names.ROW_IDS_ARRAY).read(ids.offset, stop)
-        try:
-            if ids.form == "all" and ids.count == rows and not ids.bytes:
-                return None  # every row, without a list of them
+        if ids.form == "all" and ids.count == rows and not ids.bytes:
+            return None  # every row, without a list of them
+        with self._about_ids(process, index):
             return rowids.decode_rowids(ids.form, data, rows, ids.count)
+
+    @contextlib.contextmanager
+    def _about_ids(self, process: int, index: int) -> Iterator[None]:
+        """Says in errors which row ids they are about."""
+        try:
+            yield
         except errors.FormatError as error:
             path = self.directory / names.rows_directory(process) / names.ROW_IDS_ARRAY
             where = os.fspath(path)
