@@ -15,7 +15,14 @@ from cnr_jax.encoding import Encoding
 from cnr_jax.format.manifest import Tracking
 from cnr_jax.given import NOT_GIVEN, NotGiven, TableOptions, unset_nones
 from cnr_jax.integers import integer, take_integers
-from cnr_jax.policy import Consecutive, Full, Intermittent, OneShot, Policy
+from cnr_jax.policy import (
+    Consecutive,
+    Full,
+    IncrementLog,
+    Intermittent,
+    OneShot,
+    Policy,
+)
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.telemetry import SaveReport
 
@@ -32,7 +39,7 @@ _INTEGERS = (
     "timeout_secs",
 )
 # Policies of ours: they name no codecs, as one of the user's own may.
-_POLICIES = (Full, OneShot, Consecutive, Intermittent)
+_POLICIES = (Full, OneShot, Consecutive, IncrementLog, Intermittent)
 _TABLES_HINT = '  hint: tables={"user": cnr_jax.TableOptions(bits=8)}'
 
 

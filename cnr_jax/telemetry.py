@@ -211,6 +211,9 @@ class SaveReport:
         kind = self.kind if self.parent is None else f"{self.kind} on {self.parent}"
         if self.outcome == "dropped":
             return f"step {self.step}: {kind}, dropped: {self.problem}"
+        merged = ""
+        if self.merged_bytes:
+            merged = f" brings {self.merged_bytes / 1e6:.2f} MB that were merged,"
         bits = "" if self.auto_bits is None else f" {width_told(self.auto_bits)},"
         rounded = ""
         if self.mean_row_error is not None and self.worst_row_error is not None:
@@ -220,7 +223,7 @@ class SaveReport:
             )
         return (
             f"step {self.step}: {kind}, {self.rows:,} rows{rounded},{bits}"
-            f" {self.total_bytes / 1e6:.2f} MB ({_compared(self.reduction)}),"
+            f" {self.total_bytes / 1e6:.2f} MB ({_compared(self.reduction)}),{merged}"
             f" stall {self.blocking_secs * 1e3:.1f} ms"
         )
 

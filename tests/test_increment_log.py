@@ -402,6 +402,9 @@ def test_profiles_take_a_baseline_for_no_write_of_training(
     assert measured_profile(noted.saves).full_bytes == reports[0].total_bytes
     course = course_of(cnr.describe(tmp_path))
     assert {save.step for save in course.saves if save.merged_bytes} == brought
+    for each in reports:
+        told = f"brings {each.merged_bytes / 1e6:.2f} MB that were merged"
+        assert (told in str(each)) == (each.step in brought)
     profile, cost = profile_of(course), cost_of(course)
     assert profile is not None and cost is not None
     assert profile.full_bytes == reports[0].total_bytes

@@ -160,12 +160,25 @@ def test_options_of_orbax_and_of_cnr_are_told_apart(
         ("one_shot", r"cnr_jax\.OneShot\(\)"),
         ("always", r"cnr_jax\.Intermittent\(\)"),
         (cnr.Full, r"cnr_jax\.Full\(\)"),
+        ("increment_log", r"cnr_jax\.IncrementLog\(\)"),
+        (cnr.IncrementLog, r"cnr_jax\.IncrementLog\(\)"),
         (None, r"cnr_jax\.Intermittent\(\)"),
     ],
 )
 def test_policy_is_an_object_that_decides(policy: Any, hint: str) -> None:
     with pytest.raises(OPTION, match=rf"policy is .*, expected an object.*\n.*{hint}"):
         cnr.Options(policy=policy)
+
+
+@each_of(
+    "policy",
+    [cnr.Full, cnr.OneShot, cnr.Consecutive, cnr.IncrementLog, cnr.Intermittent],
+)
+def test_bits_that_no_codec_reads_are_refused_with_policies_of_ours(
+    policy: Any,
+) -> None:
+    with pytest.raises(OPTION, match="bits"):
+        cnr.Options(codec="raw", bits=4, policy=policy())
 
 
 def test_policy_of_the_users_own_is_taken() -> None:
