@@ -37,7 +37,6 @@ from cnr_jax.repository.replay.encoded import (
 )
 from cnr_jax.repository.step_reader import StepReader
 from cnr_jax.rows.codecs import Raw
-from cnr_jax.rows.codecs.lattice import Parts
 from cnr_jax.rows.codecs.residual import Digest
 from cnr_jax.rows.codecs.sparse import RowsAt, SparseRows, items
 from cnr_jax.rows.tiling import aligned_empty, boxes_of
@@ -157,8 +156,8 @@ class WantedLeaf:
                 if known is not None:
                     pass  # added up with the other leaf
                 elif each.adds:
-                    take = below.take if id(each) in compared else None
-                    queue.extend(_addings(each, parts, names, take))
+                    digest = below.digest(each) if id(each) in compared else None
+                    queue.extend(_addings(each, parts, names, digest))
                 else:
                     queue.extend(_readings(each, parts, direct=each.first))
             else:
@@ -202,14 +201,13 @@ class Sums:
         self.over: Sequence[StepReader] | None = None
         self._seen: dict[tuple[object, ...], tuple[Held, Digest]] = {}
 
-    def take(self, held: Held, below: Mapping[str, np.ndarray]) -> None:
-        """Takes the rows below those rows of a segment that the next block has."""
+    def digest(self, held: Held) -> Digest | None:
+        """Digest that gets the rows below those rows of a segment that the next block has."""
         if self.over is not None and held.reader not in self.over:
-            return
+            return None
         where = sorted((n, p.array, p.offset) for n, p in held.segment.parts.items())
         key = (held.reader.manifest.uuid, held.process, *where)
-        _, digest = self._seen.setdefault(key, (held, held.digest()))
-        digest.update(below)
+        return self._seen.setdefault(key, (held, held.digest()))[1]
 
     def check(self) -> None:
         """Checks all segments, once all of their rows were taken.
@@ -446,7 +444,7 @@ def _addings(
     held: Held,
     parts: Mapping[str, np.ndarray],
     names: Sequence[str],
-    take: Callable[[Held, Parts], None] | None,
+    digest: Digest | None,
 ) -> Iterator[tuple[int, Callable[[], None]]]:
     """Starts to read rows that are added, block by block, and yields as `_readings` does.
 
@@ -454,7 +452,7 @@ def _addings(
         held: the rows.
         parts: arrays that they are added to.
         names: names of the parts that are summed.
-        take: gets these parts of the rows below, block by block; None: they are not compared.
+        digest: gets these parts of the rows below, block by block; None: they are not compared.
     """
     row_bytes = held.stored.row_bytes
     step = max(1, BLOCK_BYTES // row_bytes)
@@ -463,8 +461,10 @@ def _addings(
         rows = RowsAt(parts, at)
 
         def add(block: _Layer = block, rows: RowsAt = rows, pick: Index = pick) -> None:
-            if take is not None:
-                take(held, {name: rows.take(name) for name in names})
+            if digest is not None:
+                for name in names:
+                    for some in rows.pieces(name):
+                        digest.update({name: some})
             held.add(_layer(block, held, pick), rows)
 
         yield (stop - start) * row_bytes, add

@@ -394,7 +394,7 @@ def _planes(values: np.ndarray) -> np.ndarray:
 
 def _unplaned(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
     *lower, highest = data.reshape(dtype.itemsize, -1)
-    found = highest.astype(f"<u{dtype.itemsize}")
+    found = highest.astype(f"<u{dtype.itemsize}", copy=False)
     for plane in reversed(lower):
         found <<= 8
         found |= plane

@@ -6,14 +6,14 @@ Differences are mostly rows of zeros. `SparseRows` leaves those out and notes wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from cnr_jax import errors
 
-# Bytes of rows that are added at once, so few that they stay in the processor's cache.
-_ADDED_BYTES = 1 << 17
+# Bytes of rows that are taken and added at once, so few that they stay in the processor's cache.
+_CACHED_BYTES = 1 << 17
 
 
 def items(rows: np.ndarray) -> np.ndarray:
@@ -104,6 +104,14 @@ class RowsAt:
         """Returns the rows, or `some` of them, of a part; do not write to them."""
         return taken(self._parts[name], self._where(some))
 
+    def pieces(self, name: str) -> Iterator[np.ndarray]:
+        """Yields the rows of a part, a few at a time; do not write to them."""
+        if isinstance(self._at, slice):
+            yield self.take(name)
+            return
+        for some in self._few(name, len(self._at)):
+            yield taken(self._parts[name], self._at[some])
+
     def put(
         self,
         name: str,
@@ -130,11 +138,15 @@ class RowsAt:
         if isinstance(at, slice):
             room[at] += values
             return
-        some = max(1, _ADDED_BYTES // (room.shape[1] * room.itemsize))
-        for start in range(0, len(at), some):
-            where = at[start : start + some]
-            total = taken(room, where) + values[start : start + some]
-            items(room)[where] = items(total)
+        for some in self._few(name, len(at)):
+            where = at[some]
+            items(room)[where] = items(taken(room, where) + values[some])
+
+    def _few(self, name: str, count: int) -> Iterator[slice]:
+        """Slices of rows of a part, so few that they stay in the processor's cache."""
+        room = self._parts[name]
+        few = max(1, _CACHED_BYTES // (room.shape[1] * room.itemsize))
+        return (slice(i, i + few) for i in range(0, count, few))
 
     def _where(self, some: np.ndarray | None) -> np.ndarray | slice:
         if some is None:
