@@ -59,10 +59,10 @@ from cnr_jax.repository.index.ledger import Ledger
 from cnr_jax.repository.index.planner import Planner
 from cnr_jax.repository.index.retention import ChainPreservation, Preserving
 from cnr_jax.repository.layout import Place
-from cnr_jax.repository.manifest_writer import rows_of, write_manifest
+from cnr_jax.repository.manifest_writer import write_manifest
 from cnr_jax.repository.metrics import check_can_append
 from cnr_jax.repository.step import read_manifest
-from cnr_jax.repository.table_sizes import held_tables
+from cnr_jax.repository.table_sizes import held_tables, rows_of
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.rows.tiling import own_settings
 from cnr_jax.rows.touched import Touched

@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 from etils import epath
 from jax.sharding import PartitionSpec as P
+from typer.testing import CliRunner
 
 import cnr_jax as cnr
 from cnr_jax import errors, handler
 from cnr_jax.checkpointer.saving import lifecycle, meter
 from cnr_jax.checkpointer.saving import merging as merging_module
 from cnr_jax.checkpointer.saving.merging import Merging
+from cnr_jax.cli.app import app
+from cnr_jax.cli.report import panels
 from cnr_jax.format import names
 from cnr_jax.goodput.cost import cost_of
 from cnr_jax.goodput.measured import measured_profile
@@ -30,6 +33,7 @@ from cnr_jax.goodput.records import profile_of
 from cnr_jax.policy import Decision, SaveRecord
 from cnr_jax.repository.compaction.baseline import Request, write_baseline
 from cnr_jax.repository.course import course_of
+from cnr_jax.repository.description import amount
 from cnr_jax.repository.index import catalogue
 from cnr_jax.repository.index.save_plan import MergedBaseline
 from cnr_jax.repository.replay import regions
@@ -400,8 +404,17 @@ def test_profiles_take_a_baseline_for_no_write_of_training(
     assert noted is not None
     assert [save.kind for save in noted.saves] == ["full", *["delta"] * 8]
     assert measured_profile(noted.saves).full_bytes == reports[0].total_bytes
+    whole = [each.total_bytes + each.merged_bytes for each in reports]
+    assert [save.whole_bytes for save in noted.saves] == [
+        size if report.step in brought else 0
+        for size, report in zip(whole, reports, strict=True)
+    ]
     course = course_of(cnr.describe(tmp_path))
     assert {save.step for save in course.saves if save.merged_bytes} == brought
+    (series,) = (
+        each for each in panels._parts(course.saves).series if each.name == "merged"
+    )
+    assert sum(bool(value) for value in series.values) == len(brought)
     for each in reports:
         told = f"brings {each.merged_bytes / 1e6:.2f} MB that were merged"
         assert (told in str(each)) == (each.step in brought)
@@ -412,10 +425,10 @@ def test_profiles_take_a_baseline_for_no_write_of_training(
     shutil.rmtree(tmp_path / "3")
     without = course_of(cnr.describe(tmp_path))
     for save, then, report in zip(course.saves, without.saves, reports, strict=True):
-        assert save.own_bytes == then.own_bytes == report.total_bytes
+        assert save.written_bytes == then.written_bytes == report.total_bytes
         assert save.merged_bytes == then.merged_bytes == report.merged_bytes
         assert save.total_bytes == then.total_bytes
-        assert save.parent_step == then.parent_step == report.parent
+        assert save.parts == then.parts
         assert then.kept == (save.step != 3)
     there = cost_of(without)
     assert there is not None
@@ -431,7 +444,6 @@ def test_what_compact_has_written_is_no_write_of_a_save(
     run, root = tiny_run(), tmp_path / str(metrics)
     with run.open(root, policy=cnr.Consecutive(), metrics=metrics) as manager:
         run.run(manager, range(6))
-        report = manager.last_report
     cnr.compact(root, writer_is_dead=True)
     described = cnr.describe(root)
     step = described.steps[-1]
@@ -440,9 +452,17 @@ def test_what_compact_has_written_is_no_write_of_a_save(
     assert [each.merged_bytes for each in described.steps[:-1]] == [0] * 5
     last = course_of(described).saves[-1]
     assert last.merged_bytes == last.total_bytes == step.total_bytes
-    assert last.own_bytes == (report.total_bytes if metrics else None)
-    if metrics:
-        assert last.secs == report.total_secs
+    shown = CliRunner().invoke(app, ["show", str(root), "5"]).output
+    assert f"dense 0 B, manifests 0 B, merged {amount(step.merged_bytes)}" in shown
+    assert last.written_bytes is None and not any(
+        (step.table_bytes, step.slot_bytes, step.dense_bytes, step.manifest_bytes)
+    )
+    damage.flip_bit(root / step.directory / "default" / "manifest.p00000.json", 9)
+    (*_, step) = cnr.describe(root).steps
+    assert step.problem and step.merged_bytes == step.total_bytes > 0
+    shutil.rmtree(root / step.directory)
+    kept = [each.step for each in course_of(cnr.describe(root)).saves]
+    assert kept == [*range(5), *([5] if metrics else [])]
 
 
 def test_no_save_brings_an_old_baseline_after_a_full_one(

@@ -73,7 +73,9 @@ def explained(root: RootDescription, step: StepDescription) -> Explanation:
         if number not in there:
             return None
         chain = chain_of(root, there[number])
-        rows_bytes = sum(each.table_bytes + each.slot_bytes for each in chain)
+        rows_bytes = sum(
+            each.table_bytes + each.slot_bytes + each.merged_bytes for each in chain
+        )
         return len(chain), rows_bytes + chain[-1].dense_bytes
 
     own = _manifest(root, step)

@@ -80,13 +80,13 @@ def _step_lines(step: StepDescription, chain: list[int]) -> list[tuple[str, str]
             (
                 f"of these:    tables {amount(step.table_bytes)},"
                 f" slots {amount(step.slot_bytes)}, dense {amount(step.dense_bytes)},"
-                f" manifests {amount(step.manifest_bytes)}",
+                f" manifests {amount(step.manifest_bytes)}"
+                + (
+                    f", merged {amount(step.merged_bytes)}" if step.merged_bytes else ""
+                ),
                 "",
             ),
         ]
-        if step.merged_bytes:
-            told = f"merged:      {amount(step.merged_bytes)}, from a chain, by no save"
-            lines.append((told, ""))
     lines.append((f"restorable:  {verdict}", "red" if step.problem else ""))
     if not step.tables:
         return lines

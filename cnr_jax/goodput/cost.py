@@ -187,9 +187,10 @@ def cost_of(
 ) -> Cost | None:
     """Cost of the checkpoints of a run, for a month in which it trains and fails as it has.
 
-    Merges count, as other programs that use the storage; what they read is what a restore would.
-    It assumes that plain full saves come as often as this run's, that as many are kept, that they
-    are written and read as fast, and that they hold training up for as long as its full ones.
+    What merges write and read counts too: a merge reads what a restore of the save before would.
+    Steps that `compact` has made count as stored alone. It assumes that plain full saves come as
+    often as this run's, that as many are kept, that they are written and read as fast, and that
+    they hold training up for as long as its full ones.
 
     Args:
         course: course of the run.
@@ -200,7 +201,8 @@ def cost_of(
         The cost; None: fewer than five saves tell how often the run saves.
     """
     profile = profile_at(course.root, course=course)
-    saves = [save for save in course.saves if "tables" in save.parts and save.saved_at]
+    known = [each for each in course.saves if each.written_bytes is not None]
+    saves = [save for save in known if save.saved_at]
     times = sorted(save.saved_at.timestamp() for save in saves if save.saved_at)
     if profile is None or len(times) < ENOUGH:
         return None
@@ -208,14 +210,22 @@ def cost_of(
     monthly = MONTH_HOURS * HOUR_SECS / interval
     restores = sum(save.restored for save in course.saves) / len(saves) * monthly
     reads, depths = np.array([_read_by(save, course, profile) for save in saves]).T
+    before = dict(zip(map(id, course.saves[1:]), course.saves, strict=False))
+    merging = [
+        _read_by(before[id(save)], course, profile)
+        if save.merged_bytes and id(save) in before
+        else (0.0, 0)
+        for save in saves
+    ]
     found = _Amounts(
-        np.array([float(save.own_bytes or 0) for save in saves]),
+        np.array([float(save.written_bytes or 0) for save in saves]),
         reads,
         depths,
         np.array([float(save.merged_bytes) for save in saves]),
+        *np.array(merging, float).T,
     )
-    plain = np.array([profile.plain_bytes])
-    plain_saves = _Amounts(plain, plain, np.ones(1), np.zeros(1))
+    plain, none = np.array([profile.plain_bytes]), np.zeros(1)
+    plain_saves = _Amounts(plain, plain, np.ones(1), none, none, none)
     given = (profile, interval, monthly, restores, accelerators)
     held = course.root.total_bytes
     return Cost(
@@ -236,13 +246,17 @@ class _Amounts(NamedTuple):
         written: bytes that the save wrote.
         read: bytes that a restore of it reads.
         depths: number of checkpoints that the restore reads.
-        merged: bytes that were merged into it.
+        merged: bytes that it holds and a merge wrote; 0: no merge.
+        merging: bytes that the merge read.
+        merging_depths: number of checkpoints that the merge read.
     """
 
     written: np.ndarray
     read: np.ndarray
     depths: np.ndarray
     merged: np.ndarray
+    merging: np.ndarray
+    merging_depths: np.ndarray
 
 
 def _quantities(
@@ -256,11 +270,8 @@ def _quantities(
     *,
     plain: bool = False,
 ) -> Quantities:
-    """Quantities of saves and restores, and of merges.
-
-    A merge writes as many files as a save, and reads what a restore of the save before would.
-    """
-    sizes, reads, depths, merged = amounts
+    """Quantities of saves and restores, and of merges, which write as many files as a save."""
+    sizes, reads, depths, merged, merging, merging_depths = amounts
     stall = repeat = None
     if profile.blocking.known:
         stall = float(profile.blocking_secs(sizes).mean())
@@ -268,18 +279,17 @@ def _quantities(
         restore = float(profile.reading.of(reads).mean())
         repeat = restores * (restore + write + interval / 2) / HOUR_SECS * accelerators
         stall = monthly * stall / HOUR_SECS * accelerators
-    merges = merged > 0
-    writes = _SAVE_WRITES * (1 + merges) + sizes // _CHUNK_BYTES
+    writes = _SAVE_WRITES * (1 + (merged > 0)) + sizes // _CHUNK_BYTES
     requests = depths * _READ_REQUESTS + reads // _CHUNK_BYTES
-    for_merges = [np.where(merges, np.roll(of, 1), 0) for of in (reads, requests)]
+    merge_requests = merging_depths * _READ_REQUESTS + merging // _CHUNK_BYTES
     return Quantities(
         stored_bytes=float(stored),
         moved_bytes=float(
-            monthly * (sizes + merged + for_merges[0]).mean() + restores * reads.mean()
+            monthly * (sizes + merged + merging).mean() + restores * reads.mean()
         ),
         write_requests=float(monthly * (writes + merged // _CHUNK_BYTES).mean()),
         read_requests=float(
-            monthly * (_SAVE_READS + for_merges[1]).mean() + restores * requests.mean()
+            monthly * (_SAVE_READS + merge_requests).mean() + restores * requests.mean()
         ),
         stall_hours=stall,
         restore_hours=repeat,

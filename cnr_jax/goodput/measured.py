@@ -49,8 +49,8 @@ class MeasuredSave:
         parent: step of a delta's parent; None: it is a full one, or that is not known.
         kind: `"full"` or `"delta"`.
         nbytes: bytes that it wrote.
-        merged_bytes: bytes of the baseline that it brought along, which it did not write.
         fixed_bytes: of these, bytes that every save writes alike: dense leaves and manifests.
+        whole_bytes: bytes of the full checkpoint that it became with a merged baseline; 0: none.
         plain_bytes: bytes that a plain full save would have written; 0: not known.
         blocking_secs: seconds for which it held training up; None: not known.
         durable_secs: seconds from the end of `blocking_secs` until it was durable; None: not known.
@@ -67,7 +67,7 @@ class MeasuredSave:
     nbytes: int
     fixed_bytes: int
     plain_bytes: int = 0
-    merged_bytes: int = 0
+    whole_bytes: int = 0
     blocking_secs: float | None = None
     durable_secs: float | None = None
     over_secs: float | None = None
@@ -138,7 +138,8 @@ def measured_profile(
     fixed = _median(save.fixed_bytes for save in saves)
     plain = _median(save.plain_bytes for save in saves if save.plain_bytes)
     fulls = [save.nbytes for save in saves if save.kind == "full"]
-    fulls += [save.merged_bytes for save in saves if save.merged_bytes and not fulls]
+    if not fulls:
+        fulls = [save.whole_bytes for save in saves if save.whole_bytes]
     steps, changed, exponent = _growth(saves, fixed)
     return Profile(
         step=dataclasses.replace(_seconds([0.0] * len(pace), pace), samples=told),

@@ -66,7 +66,7 @@ def profile_of(course: Course, restart_secs: float = 0.0) -> Profile | None:
     Returns:
         As `measured_profile`.
     """
-    saves = [s for s in course.saves if "tables" in s.parts and s.own_bytes is not None]
+    saves = [each for each in course.saves if each.written_bytes is not None]
     saves = saves[-_MOST_SAVES:]
     timed = [save for save in saves if save.secs is not None]
     trained = dict(_between(timed))
@@ -82,8 +82,8 @@ def _measured(save: Save, trained: Trained | None) -> MeasuredSave:
         parent=save.parent_step,
         # It has written a delta, whatever baseline it has brought along.
         kind="delta" if save.merged_bytes else save.kind,
-        nbytes=save.own_bytes or 0,
-        merged_bytes=save.merged_bytes,
+        nbytes=save.written_bytes or 0,
+        whole_bytes=(save.total_bytes or 0) if save.merged_bytes else 0,
         fixed_bytes=save.parts["dense"] + save.parts["manifests"],
         plain_bytes=save.plain_bytes or 0,
         blocking_secs=_blocking_secs(save) if blocks else None,

@@ -21,7 +21,13 @@ from cnr_jax.repository.step import read_step
 
 ROWS = "rows"
 # Parts of the bytes of a save, by what reports and descriptions call them.
-_PARTS = {"tables": "table", "slots": "slot", "dense": "dense", "manifests": "manifest"}
+_PARTS = {
+    "tables": "table",
+    "slots": "slot",
+    "dense": "dense",
+    "manifests": "manifest",
+    "merged": "merged",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +41,13 @@ class Save:
             history of a later step has its rows, bytes of rows and seconds.
         branch: number of the branch; 0: not known.
         parent: place in the course of a delta's parent; None: it is not there.
-        parent_step: step of that parent, wherever it is, or of the one that the rows which a save
-            with a baseline has written rest on; None: not known.
+        parent_step: step of that parent, wherever it is; None: not known.
         depth: number of checkpoints that a restore of the step reads; 0: not known.
         restores: how often the run was restored along its branch; None: not known.
         restored: whether the run was restored between the save before and this one.
         rows: number of rows over all tables.
-        parts: bytes by kind: `tables`, `slots`, `dense`, `manifests`; of a removed save also
-            `merged`, the baseline that it brought along; or `ROWS` alone, if only the bytes of
-            rows are known.
-        merged_bytes: of these, bytes that were merged from a chain, and that no save wrote.
-        own_bytes: bytes that the save wrote; None: not known.
+        parts: bytes by kind: `tables`, `slots`, `dense`, `manifests`, and `merged`, which no save
+            wrote, as in a `StepDescription`; or `ROWS` alone, if only the bytes of rows are known.
         plain_bytes: bytes that a plain full save would have written; None: not known.
         secs: seconds from its start until its manifest was written; None: not known.
         stall_secs: part of `secs` in which training waited; None: not known.
@@ -70,8 +72,6 @@ class Save:
     restored: bool = False
     rows: int = 0
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    merged_bytes: int = 0
-    own_bytes: int | None = None
     plain_bytes: int | None = None
     secs: float | None = None
     stall_secs: float | None = None
@@ -88,6 +88,18 @@ class Save:
     def total_bytes(self) -> int | None:
         """All bytes of the step, as far as they are known; None: none are."""
         return sum(self.parts.values()) if self.parts else None
+
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes of the step that were merged from a chain."""
+        return self.parts.get("merged", 0)
+
+    @property
+    def written_bytes(self) -> int | None:
+        """Bytes that the save wrote; None: not known, or `compact` has made the step."""
+        if "tables" not in self.parts:
+            return None
+        return sum(self.parts.values()) - self.merged_bytes or None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,18 +172,7 @@ def course_of(root: RootDescription) -> Course:
                 stall_secs=more.stall_secs,
                 wait_secs=more.wait_secs,
                 phases=more.phases,
-                parent_step=more.parent_step
-                if save.parent_step is None
-                else save.parent_step,
             )
-            if save.own_bytes is None:
-                # `compact` has made the step, and its manifest tells what that took.
-                save = dataclasses.replace(
-                    save,
-                    own_bytes=more.own_bytes,
-                    secs=more.secs,
-                    saved_at=more.saved_at,
-                )
         saves.append(save)
     reads = [each for each in map(_read_noted, lines) if each is not None]
     return Course(root=root, saves=tuple(_with_restores(saves)), reads=tuple(reads))
@@ -202,7 +203,6 @@ def _save_kept(
     known = step.kind in ("full", "delta")
     mean, worst = _errors(step.tables)
     parts = {part: getattr(step, f"{name}_bytes") for part, name in _PARTS.items()}
-    own_bytes = step.total_bytes - step.merged_bytes
     return Save(
         step=step.step,
         kind=step.kind,
@@ -213,8 +213,6 @@ def _save_kept(
         restores=step.restores if known else None,
         rows=step.rows,
         parts=parts if known else {},
-        merged_bytes=step.merged_bytes,
-        own_bytes=(own_bytes or None) if known else None,
         plain_bytes=step.state_bytes if known else None,
         secs=step.secs,
         saved_at=step.saved_at,
@@ -274,11 +272,7 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         return None  # nothing of it stays
     if step is None or branch is None:
         return None
-    noted = {part: _whole(line, f"{name}_bytes") for part, name in _PARTS.items()}
-    parts = {part: size for part, size in noted.items() if size is not None}
-    own_bytes = sum(parts.values()) if parts else None
-    if merged_bytes := _whole(line, "merged_bytes") or 0:
-        parts["merged"] = merged_bytes
+    parts = {part: _whole(line, f"{name}_bytes") for part, name in _PARTS.items()}
     phases = {phase: _number(line, f"{phase}_secs") for phase in PHASES}
     given = line.get("tables")
     tables = given if isinstance(given, list) else []
@@ -295,9 +289,7 @@ def _save_noted(line: Mapping[str, Any]) -> Save | None:
         parent_step=_whole(line, "parent"),
         restores=_whole(line, "restores"),
         rows=_whole(line, "rows") or 0,
-        parts=parts,
-        merged_bytes=merged_bytes,
-        own_bytes=own_bytes,
+        parts={part: size for part, size in parts.items() if size is not None},
         # Lines of earlier versions took tables for float32.
         plain_bytes=_whole(line, "state_bytes") or _whole(line, "full_fp32_bytes"),
         secs=_number(line, "total_secs"),

@@ -35,7 +35,7 @@ from cnr_jax.repository.step import (
     sorted_out,
 )
 from cnr_jax.repository.store import checked
-from cnr_jax.repository.table_sizes import held_tables
+from cnr_jax.repository.table_sizes import held_tables, totals_of
 from cnr_jax.repository.upkeep.aside import check_is_here
 
 OF_ORBAX = (
@@ -213,12 +213,12 @@ def _look(
     try:
         own_bytes = step.manifest_bytes + store.size_of(where / names.MANIFEST)
         step = dataclasses.replace(step, manifest_bytes=own_bytes)
+        if manifest.stands_for:
+            step = _all_merged(step)
         processes = read_processes(where, manifest)
-        step = dataclasses.replace(
-            step,
-            tables=held_tables(manifest, processes),
-            merged_bytes=_merged_bytes(step, manifest, processes),
-        )
+        step = dataclasses.replace(step, tables=held_tables(manifest, processes))
+        if brings_baseline(manifest):
+            step = _with_baseline(step, manifest, processes)
         files = files_of(manifest, processes)
         if store.can(root).cheap_looks:
             checked.check_files(where, files.rows)
@@ -259,18 +259,29 @@ def _described(directory: str, manifest: Manifest) -> StepDescription:
     )
 
 
-def _merged_bytes(
+def _all_merged(step: StepDescription) -> StepDescription:
+    """Tells that `compact` has written a step, and no save."""
+    return dataclasses.replace(
+        step,
+        table_bytes=0,
+        slot_bytes=0,
+        dense_bytes=0,
+        manifest_bytes=0,
+        merged_bytes=step.total_bytes,
+    )
+
+
+def _with_baseline(
     step: StepDescription, manifest: Manifest, processes: Sequence[ProcessManifest]
-) -> int:
-    """Bytes of a step that were merged from a chain, and that no save wrote."""
-    if manifest.stands_for:
-        return step.total_bytes
-    if not brings_baseline(manifest):
-        return 0
-    # Its baseline has the last process manifest.
-    arrays = processes[-1].arrays.values()
-    rows = sum(sum(checked.file_bytes(each)) + each.metadata_bytes for each in arrays)
-    return rows + manifest.processes[-1].bytes
+) -> StepDescription:
+    """Tells apart what a save has written and its baseline, which has the last manifest."""
+    brought = totals_of(processes[-1:], manifest.processes[-1:])
+    own_bytes = {
+        name: getattr(step, name) - getattr(brought, name)
+        for name in ("table_bytes", "slot_bytes", "manifest_bytes")
+    }
+    merged_bytes = step.total_bytes - step.dense_bytes - sum(own_bytes.values())
+    return dataclasses.replace(step, **own_bytes, merged_bytes=merged_bytes)
 
 
 def state_bytes(tables: Iterable[TableEntry], dense: Iterable[DenseLeaf]) -> int:

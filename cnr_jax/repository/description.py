@@ -101,8 +101,9 @@ class StepDescription:
         problem: why it cannot be restored, in a line; empty if it can, as far as manifests and the
             sizes of files tell.
         may_lack_rows: whether an audit found later that rows may be missing in it.
-        merged_bytes: bytes among all these that were merged from a chain, and that no save wrote:
-            those of a baseline that the save brings along, or of a whole step made by `compact`.
+        merged_bytes: bytes that were merged from a chain and that no save wrote, not among those
+            above: of a baseline that the save brings along, or all of a step that `compact` has
+            made. A baseline counts among those above if its manifest cannot be read.
     """
 
     step: int
@@ -134,9 +135,9 @@ class StepDescription:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all that the step holds."""
+        """Bytes of all that the step holds, with what was merged."""
         rows = self.table_bytes + self.slot_bytes
-        return rows + self.dense_bytes + self.manifest_bytes
+        return rows + self.dense_bytes + self.manifest_bytes + self.merged_bytes
 
     @property
     def reduction(self) -> float:

@@ -69,6 +69,11 @@ class IdsInBlocks:
             self._at = stop
         found = np.flatnonzero(self._unpacked(low, -(-last // 8))) + 8 * low
         start, stop = np.searchsorted(found, (first, last)).tolist()
+        if last == self._rows and stop < len(found):
+            raise errors.FormatError(
+                f"row ids mark rows past the end of a tile of {self._rows:,}",
+                kind="row_ids",
+            )
         return self._before + start, found[start:stop]
 
     def _unpacked(self, start: int, stop: int) -> np.ndarray:

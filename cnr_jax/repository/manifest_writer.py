@@ -28,7 +28,6 @@ from cnr_jax.format.manifest import (
     joined_motion,
 )
 from cnr_jax.format.tiles import (
-    ArrayEntry,
     ProcessManifest,
     check_cover,
     dump_process,
@@ -45,7 +44,8 @@ from cnr_jax.repository.store import (
     sync_directory,
     write_durably,
 )
-from cnr_jax.repository.store.checked import file_bytes, read_checked
+from cnr_jax.repository.store.checked import read_checked
+from cnr_jax.repository.table_sizes import totals_of
 
 
 def write_manifest(
@@ -195,30 +195,6 @@ def _read_processes(
     return tuple(digests), processes
 
 
-def totals_of(
-    processes: list[ProcessManifest], digests: tuple[FileDigest, ...]
-) -> Totals:
-    """Adds up the rows and bytes of a step from the manifests of its processes."""
-    arrays = sum(
-        _bytes_of(entry) for process in processes for entry in process.arrays.values()
-    )
-    slots = sum(process.slot_bytes for process in processes)
-    return Totals(
-        rows=sum(rows_of(process) for process in processes),
-        table_bytes=arrays - slots,
-        slot_bytes=slots,
-        dense_bytes=sum(
-            _bytes_of(each.dense.array) for each in processes if each.dense
-        ),
-        manifest_bytes=sum(digest.bytes for digest in digests),
-    )
-
-
-def _bytes_of(entry: ArrayEntry) -> int:
-    """Bytes of the files of an array: whole chunks, each with its checksum, and `zarr.json`."""
-    return sum(file_bytes(entry)) + entry.metadata_bytes
-
-
 def _motion(
     processes: list[ProcessManifest], encoding: EncodingEntry
 ) -> SampledMotion | None:
@@ -253,18 +229,6 @@ def _history(
         secs=round(time.perf_counter() - started_secs, 6),
     )
     return bounded_history((*before, saved))
-
-
-def rows_of(process: ProcessManifest, layer: int = 0) -> int:
-    """Number of rows of tables in a layer; each counts once, however many tiles hold it."""
-    return sum(
-        process.row_ids[tile.segments[0].row_ids].count
-        for tile in process.tiles
-        if tile.leaf == "table"
-        and tile.layer == layer
-        and tile.segments
-        and all(start == 0 for start, _ in tile.box[1:])
-    )
 
 
 def software() -> dict[str, str]:

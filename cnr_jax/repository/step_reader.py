@@ -89,7 +89,7 @@ class StepReader:
         dtypes: dtypes in which leaves were saved, by table and leaf.
         processes: manifests of all processes.
         in_blocks: whether rows are asked for block by block. Then long lists of row ids are read
-            block by block too, and not kept.
+            block by block too, and not kept, unless rows are laid out in another way now.
     """
 
     def __init__(
@@ -281,6 +281,10 @@ class StepReader:
     def forget_positions(self) -> None:
         """Forgets lists of rows, which nobody will ask for any more."""
         self._ids.clear()
+        self.forget_blocks()
+
+    def forget_blocks(self) -> None:
+        """Forgets how far row ids were read; another block is found from the first one again."""
         self._blocks.clear()
 
     def positions_between(
@@ -310,6 +314,7 @@ class StepReader:
             low, high = max(first - start, 0), min(last - start, count)
             if low >= count:
                 before += listed[one].count
+                self._blocks.pop((process, one, count), None)  # blocks go on from here
             elif low < high:
                 earlier, own = self._in_block(process, one, count, low, high)
                 before += earlier

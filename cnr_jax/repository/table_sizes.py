@@ -1,4 +1,4 @@
-"""Rows, bytes and codecs that a step holds of each table, by its manifests alone."""
+"""Rows, bytes and codecs of a step and of each of its tables, by its manifests alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cnr_jax.format.manifest import Manifest, TableEntry
-from cnr_jax.format.tiles import ProcessManifest, joined_error
+from cnr_jax.format.manifest import FileDigest, Manifest, TableEntry, Totals
+from cnr_jax.format.tiles import ArrayEntry, ProcessManifest, joined_error
 from cnr_jax.repository.description import LeafDescription, TableDescription
-from cnr_jax.repository.store.checked import numpy_dtype
+from cnr_jax.repository.store.checked import file_bytes, numpy_dtype
 
 # Stands for the row ids of a table in the place of a leaf's name; no leaf has this name.
 _ROW_IDS = ""
@@ -135,3 +135,39 @@ def codec_text(name: str, configuration: Mapping[str, Any]) -> str:
         short = "adaptive"
     bits = configuration.get("bits")
     return short if bits is None else f"{short} {bits} bits"
+
+
+def totals_of(
+    processes: Sequence[ProcessManifest], digests: Sequence[FileDigest]
+) -> Totals:
+    """Adds up the rows and bytes of a step from the manifests of its processes."""
+    arrays = sum(
+        _bytes_of(entry) for process in processes for entry in process.arrays.values()
+    )
+    slots = sum(process.slot_bytes for process in processes)
+    return Totals(
+        rows=sum(rows_of(process) for process in processes),
+        table_bytes=arrays - slots,
+        slot_bytes=slots,
+        dense_bytes=sum(
+            _bytes_of(each.dense.array) for each in processes if each.dense
+        ),
+        manifest_bytes=sum(digest.bytes for digest in digests),
+    )
+
+
+def _bytes_of(entry: ArrayEntry) -> int:
+    """Bytes of the files of an array: whole chunks, each with its checksum, and `zarr.json`."""
+    return sum(file_bytes(entry)) + entry.metadata_bytes
+
+
+def rows_of(process: ProcessManifest, layer: int = 0) -> int:
+    """Number of rows of tables in a layer; each counts once, however many tiles hold it."""
+    return sum(
+        process.row_ids[tile.segments[0].row_ids].count
+        for tile in process.tiles
+        if tile.leaf == "table"
+        and tile.layer == layer
+        and tile.segments
+        and all(start == 0 for start, _ in tile.box[1:])
+    )

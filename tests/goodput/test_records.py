@@ -62,9 +62,7 @@ def save_of(number: int, **fields: Any) -> Save:
         phases={"commit": 1.0},
         saved_at=at,
     )
-    save = dataclasses.replace(save, **fields)
-    own_bytes = sum(save.parts.values()) - save.merged_bytes
-    return dataclasses.replace(save, own_bytes=own_bytes or None)
+    return dataclasses.replace(save, **fields)
 
 
 def course(*saves: Save, **fields: Any) -> Course:
@@ -349,20 +347,16 @@ def test_a_run_is_a_profile_of_a_simulation(root: Path, tmp_path: Path) -> None:
 def test_what_a_merge_has_written_tells_what_full_saves_have() -> None:
     """The full save is gone; one step is merged by `compact`, another brings a baseline along."""
     saves = [save_of(n) for n in range(1, 20)]
-    brings, made = saves[3], saves[9]
-    parts = {**brings.parts, "tables": brings.parts["tables"] + 7_000_000}
-    saves[3] = dataclasses.replace(
-        brings, kind="full", parts=parts, merged_bytes=7_000_000
-    )
-    parts = {**made.parts, "tables": 9_000_000}
-    total_bytes = sum(parts.values())
-    saves[9] = dataclasses.replace(
-        made, kind="full", parts=parts, merged_bytes=total_bytes, own_bytes=None
-    )
+    parts = {**saves[3].parts, "merged": 7_000_000}
+    saves[3] = brings = dataclasses.replace(saves[3], kind="full", parts=parts)
+    nothing = dict.fromkeys(("tables", "slots", "dense", "manifests"), 0)
+    parts = {**nothing, "merged": 9_000_000}
+    saves[9] = dataclasses.replace(saves[9], kind="full", parts=parts)
     found = noted(*saves)
-    assert found.full_bytes == 7_000_000
+    assert found.full_bytes == brings.total_bytes
     assert found.write.samples == 18
     assert found.write.per_byte == pytest.approx(3e-6)
+    assert found.dense_bytes == 1000
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -377,7 +371,6 @@ def test_a_restore_reads_what_its_save_rests_on(merged: bool) -> None:
             kept=n != 5 or not merged,
             parts={"tables": 1_000_000, "slots": 0, "dense": 0, "manifests": 0}
             | ({"merged": 1_000_000} if n == 5 and merged else {}),
-            merged_bytes=1_000_000 if n == 5 and merged else 0,
             saved_at=BEGAN + datetime.timedelta(seconds=6 * n),
             restored=n == 5,
         )

@@ -70,7 +70,20 @@ def test_bytes_that_are_no_ids_are_refused() -> None:
     size = len(encode_rowids(few, rows)[1])
     with pytest.raises(errors.FormatError, match="past the end of the tile"):
         blocked(few, rows, bytes=size + 20).between(0, rows)
+    # More ids come after that of the last row, in bytes that are read for the last block alone.
+    ids = blocked(np.arange(0, 901, 100), 901, bytes=19)
+    ids.between(0, 900)
+    with pytest.raises(errors.FormatError, match="cannot hold"):
+        ids.between(900, 901)
     with pytest.raises(errors.FormatError, match="no bit for each row"):
         blocked(many, rows, bytes=rows // 8 - 1).between(0, 8)
+    of_more = np.arange(0, rows + 3, 3)  # as many bytes
+    ids = IdsInBlocks(
+        RowIds(form="bitmap", offset=0, bytes=rows // 8 + 1, count=len(of_more)),
+        rows + 1,
+        lambda start, stop: encode_rowids(of_more, rows + 8)[1][start:stop],
+    )
+    with pytest.raises(errors.FormatError, match="past the end of a tile"):
+        ids.between(0, rows + 1)
     with pytest.raises(errors.FormatError, match="gaps in bytes"):
         blocked(few, rows, bytes=size - 1).between(0, rows)

@@ -164,7 +164,9 @@ class Meter:
             nbytes=report.total_bytes,
             fixed_bytes=report.dense_bytes + report.manifest_bytes,
             plain_bytes=report.state_bytes,
-            merged_bytes=report.merged_bytes,
+            whole_bytes=report.total_bytes + report.merged_bytes
+            if report.merged_bytes
+            else 0,
             blocking_secs=blocking,
             durable_secs=max(written, 0.0) + report.commit_secs,
             in_flight=save.at_once,

@@ -16,10 +16,10 @@ from cnr_jax.format import names
 from cnr_jax.repository.compaction.rows import MergedRows, cache_for_merge
 from cnr_jax.repository.index.save_plan import MergedBaseline
 from cnr_jax.repository.layout import open_root
-from cnr_jax.repository.manifest_writer import totals_of
 from cnr_jax.repository.rows_writer import write_process
 from cnr_jax.repository.step_reader import open_chain
 from cnr_jax.repository.store import AnyPath, exists, read_small, store_of
+from cnr_jax.repository.table_sizes import totals_of
 
 # In the folder of a baseline: what came of the merge.
 _NOTE, _MOST_BYTES = "merged.json", 1 << 16

@@ -22,7 +22,7 @@ from cnr_jax.repository.compaction.rows import MergedRows, cache_for_merge
 from cnr_jax.repository.description import amount
 from cnr_jax.repository.index.entries import Entry
 from cnr_jax.repository.index.ledger import Ledger
-from cnr_jax.repository.manifest_writer import software, totals_of
+from cnr_jax.repository.manifest_writer import software
 from cnr_jax.repository.mirroring.step_files import Meter, copy_files
 from cnr_jax.repository.rows_writer import write_process
 from cnr_jax.repository.step_reader import StepReader, open_chain
@@ -34,6 +34,7 @@ from cnr_jax.repository.store import (
     write_durably,
 )
 from cnr_jax.repository.store.checked import read_checked
+from cnr_jax.repository.table_sizes import totals_of
 from cnr_jax.repository.upkeep.prune import claimed, item_of
 from cnr_jax.repository.upkeep.writer import RootWriter
 from cnr_jax.texts import count_of

@@ -263,6 +263,8 @@ class MergedRows:
                 sums = Sums()
                 for tile in leaf:
                     self._write_tile(tile, sums)
+                    for reader in self._chain:
+                        reader.forget_blocks()
                 sums.check()
                 for reader in self._chain:
                     reader.forget_positions()
