@@ -433,8 +433,9 @@ def test_profiles_take_a_baseline_for_no_write_of_training(
     there = cost_of(without)
     assert there is not None
     # A month has as many saves as fit, and times of manifests are not quite those of lines.
-    now, before = (c.own.write_requests * c.interval_secs for c in (there, cost))
-    assert now == pytest.approx(before)
+    for figure in ("moved_bytes", "write_requests", "read_requests"):
+        now, before = (getattr(c.own, figure) * c.interval_secs for c in (there, cost))
+        assert now == pytest.approx(before), figure
 
 
 @each_of("metrics", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from cnr_jax.errors import OptionError
 from cnr_jax.goodput.failures import HOUR_SECS
 from cnr_jax.goodput.profile import ENOUGH, Profile, is_number
 from cnr_jax.goodput.records import profile_at
-from cnr_jax.repository.course import Course, Save
+from cnr_jax.repository.course import Course
 from cnr_jax.repository.description import aligned, amount
 
 MONTH_HOURS = 730.0
@@ -198,38 +199,39 @@ def cost_of(
         accelerators: number of accelerators that wait.
 
     Returns:
-        The cost; None: fewer than five saves tell how often the run saves.
+        The cost; None: fewer than five saves tell how often the run saves, or all tell one time.
     """
     profile = profile_at(course.root, course=course)
-    known = [each for each in course.saves if each.written_bytes is not None]
-    saves = [save for save in known if save.saved_at]
-    times = sorted(save.saved_at.timestamp() for save in saves if save.saved_at)
+    reads = [*_reads_of(course, profile)] if profile is not None else []
+    known = [
+        (save, read, before)
+        for save, read, before in zip(
+            course.saves, reads, [(0.0, 0), *reads], strict=False
+        )
+        if save.written_bytes is not None and save.saved_at
+    ]
+    times = sorted(save.saved_at.timestamp() for save, *_ in known if save.saved_at)
     if profile is None or len(times) < ENOUGH:
         return None
     interval = float(np.median(np.diff(times)))
+    if not interval:
+        return None
     monthly = MONTH_HOURS * HOUR_SECS / interval
-    restores = sum(save.restored for save in course.saves) / len(saves) * monthly
-    reads, depths = np.array([_read_by(save, course, profile) for save in saves]).T
-    before = dict(zip(map(id, course.saves[1:]), course.saves, strict=False))
-    merging = [
-        _read_by(before[id(save)], course, profile)
-        if save.merged_bytes and id(save) in before
-        else (0.0, 0)
-        for save in saves
+    restores = sum(save.restored for save in course.saves) / len(known) * monthly
+    amounts = [
+        (
+            *(save.written_bytes or 0, *read, save.merged_bytes),
+            *(before if save.merged_bytes else (0, 0)),
+        )
+        for save, read, before in known
     ]
-    found = _Amounts(
-        np.array([float(save.written_bytes or 0) for save in saves]),
-        reads,
-        depths,
-        np.array([float(save.merged_bytes) for save in saves]),
-        *np.array(merging, float).T,
-    )
+    found = _Amounts(*np.array(amounts, float).T)
     plain, none = np.array([profile.plain_bytes]), np.zeros(1)
     plain_saves = _Amounts(plain, plain, np.ones(1), none, none, none)
     given = (profile, interval, monthly, restores, accelerators)
     held = course.root.total_bytes
     return Cost(
-        saves=len(saves),
+        saves=len(known),
         interval_secs=interval,
         restores=restores,
         accelerators=accelerators,
@@ -296,16 +298,23 @@ def _quantities(
     )
 
 
-def _read_by(save: Save, course: Course, profile: Profile) -> tuple[float, int]:
-    """Bytes and steps that a restore of a save reads: its own, and those of what it rests on."""
-    nbytes, depth = float(save.total_bytes or 0), 1
-    while save.kind == "delta":
-        depth += 1
-        if save.parent is None or course.saves[save.parent].total_bytes is None:
-            return nbytes + profile.full_bytes, depth
-        save = course.saves[save.parent]
-        nbytes += float(save.total_bytes or 0)
-    return nbytes, depth
+def _reads_of(course: Course, profile: Profile) -> Iterator[tuple[float, int]]:
+    """Yields bytes and steps that a restore of each save reads: its own, and those below it."""
+    found: list[tuple[float, int]] = []
+    places: dict[tuple[int, int], int] = {}
+    for place, save in enumerate(course.saves):
+        nbytes, depth = 0.0, 0
+        if save.kind == "delta":
+            # Of a removed save the metrics may tell the parent, which comes before it.
+            parent, told = save.parent, save.parent_step
+            if parent is None and told is not None:
+                parent = places.get((save.branch, told))
+            nbytes, depth = profile.full_bytes, 1
+            if parent is not None and course.saves[parent].parts:
+                nbytes, depth = found[parent]
+        found.append((nbytes + (save.total_bytes or 0), depth + 1))
+        places[save.branch, save.step] = place
+    yield from found
 
 
 def _hours(value: float | None) -> str:

@@ -84,7 +84,7 @@ def _measured(save: Save, trained: Trained | None) -> MeasuredSave:
         kind="delta" if save.merged_bytes else save.kind,
         nbytes=save.written_bytes or 0,
         whole_bytes=(save.total_bytes or 0) if save.merged_bytes else 0,
-        fixed_bytes=save.parts["dense"] + save.parts["manifests"],
+        fixed_bytes=save.parts.get("dense", 0) + save.parts.get("manifests", 0),
         plain_bytes=save.plain_bytes or 0,
         blocking_secs=_blocking_secs(save) if blocks else None,
         durable_secs=_background_secs(save) if timed else None,

@@ -277,7 +277,7 @@ def _with_baseline(
     """Tells apart what a save has written and its baseline, which has the last manifest."""
     brought = totals_of(processes[-1:], manifest.processes[-1:])
     own_bytes = {
-        name: getattr(step, name) - getattr(brought, name)
+        name: max(getattr(step, name) - getattr(brought, name), 0)
         for name in ("table_bytes", "slot_bytes", "manifest_bytes")
     }
     merged_bytes = step.total_bytes - step.dense_bytes - sum(own_bytes.values())

@@ -11,7 +11,7 @@ from cnr_jax.format import rowids
 from cnr_jax.format.tiles import RowIds
 
 # Bytes of row ids that are read at a time; more than an id takes.
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16
 
 
 class IdsInBlocks:
@@ -80,7 +80,12 @@ class IdsInBlocks:
         return np.unpackbits(self._bytes(start, stop), bitorder="little")
 
     def _bytes(self, start: int, stop: int) -> np.ndarray:
-        return self._read(self._ids.offset + start, self._ids.offset + stop)
+        found = self._read(self._ids.offset + start, self._ids.offset + stop)
+        if found.dtype != np.uint8:
+            raise errors.FormatError(
+                f"row ids are stored as {found.dtype}, expected uint8", kind="row_ids"
+            )
+        return found
 
     def _gaps(self, first: int, last: int) -> tuple[int, np.ndarray]:
         kept = [self._from(first, self._found)]

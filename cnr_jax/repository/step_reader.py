@@ -327,7 +327,7 @@ class StepReader:
     ) -> tuple[int, np.ndarray]:
         """`positions_between` of a tile that was not joined."""
         ids: RowIds = self.processes[process].row_ids[index]
-        if ids.form not in ("bitmap", "gaps"):
+        if ids.form not in ("bitmap", "gaps") or not ids.bytes:
             found = self._decode(process, index, rows)
             return (first, np.arange(first, last)) if found is None else (0, found)
         key = process, index, rows

@@ -359,6 +359,14 @@ def test_what_a_merge_has_written_tells_what_full_saves_have() -> None:
     assert found.dense_bytes == 1000
 
 
+def test_metrics_that_lack_bytes_or_tell_one_time_are_no_error() -> None:
+    saves = [save_of(n, parts={"tables": 5_000_000}) for n in range(20)]
+    assert noted(*saves).dense_bytes == 0
+    assert cost_of(course(*saves)) is not None
+    at_once = [dataclasses.replace(save, saved_at=BEGAN) for save in saves]
+    assert cost_of(course(*at_once)) is None
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_restore_reads_what_its_save_rests_on(merged: bool) -> None:
     bases = (0, 5) if merged else (0,)

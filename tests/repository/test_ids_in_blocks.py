@@ -77,6 +77,13 @@ def test_bytes_that_are_no_ids_are_refused() -> None:
         ids.between(900, 901)
     with pytest.raises(errors.FormatError, match="no bit for each row"):
         blocked(many, rows, bytes=rows // 8 - 1).between(0, 8)
+    ids = IdsInBlocks(
+        RowIds(form="bitmap", offset=0, bytes=rows // 8, count=len(many)),
+        rows,
+        lambda start, stop: np.zeros(stop - start, np.int8),
+    )
+    with pytest.raises(errors.FormatError, match="expected uint8"):
+        ids.between(0, 8)
     of_more = np.arange(0, rows + 3, 3)  # as many bytes
     ids = IdsInBlocks(
         RowIds(form="bitmap", offset=0, bytes=rows // 8 + 1, count=len(of_more)),

@@ -47,8 +47,9 @@ from cnr_jax.repository.store.packed_arrays import PackedWriter
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.state.layouts import layout_from
 
-# Bytes of encoded rows that are merged at a time.
-_BLOCK_BYTES = 16 << 20
+# Bytes of encoded rows that are merged at a time, and of their ids in all checkpoints together, where
+# each id is there twice: as a place in its tile and in the block.
+_BLOCK_BYTES, _BLOCK_IDS_BYTES, _ID_BYTES = 16 << 20, 64 << 20, 16
 # Bytes of chunks that are kept while rows are cut from them, and that TensorStore may keep.
 _KEPT_BYTES, _CACHE_BYTES = 8 * _BLOCK_BYTES, 1 << 20
 # Bytes of rows in another encoding than most of their tile that wait in memory to be stored.
@@ -94,7 +95,12 @@ class MergedTile:
         """Yields blocks of its rows: the first position of each in the tile, and its box."""
         if self.main is not None:
             (low, high), *columns = self.box
-            step = max(1, _BLOCK_BYTES // self.main.row_bytes)
+            # Ids of its rows in each checkpoint take memory too, and outweigh rows that are narrow.
+            ids_bytes = _ID_BYTES * max(1, len(self.wanted.chain))
+            step = min(
+                _BLOCK_BYTES // self.main.row_bytes, _BLOCK_IDS_BYTES // ids_bytes
+            )
+            step = max(1, step)
             for start in range(low, high, step):
                 yield start - low, ((start, min(start + step, high)), *columns)
 
