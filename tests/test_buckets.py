@@ -1475,11 +1475,16 @@ def test_what_commits_a_step_is_put_when_all_of_it_is_there(
 def test_a_service_that_is_away_for_some_seconds_loses_no_save(
     tiny_run: Any, root: epath.Path, proxy: Proxy, harm: Any
 ) -> None:
-    run, away = tiny_run(), 0.0
-    proxy.harm = lambda *_: harm if time.monotonic() < away else None
+    run, asked = tiny_run(), list[float]()
+
+    def away(*_: Any) -> Any:
+        """From the first request on, for some seconds; and for another one, however late."""
+        asked.append(time.monotonic())
+        return harm if asked[-1] < asked[0] + 1.5 or len(asked) == 2 else None
+
     with run.open(str(root)) as manager:
         run.run(manager, [0])
-        away = time.monotonic() + 1.5
+        proxy.harm = away
         run.run(manager, [1])
         assert manager.all_steps() == [0, 1] and proxy.harmed > 1
         run.check(manager, None)
@@ -1563,12 +1568,12 @@ def test_an_interrupt_ends_the_opening_of_a_root_that_does_not_answer(
     run, main = tiny_run(), threading.main_thread().ident
     proxy.harm = lambda *_: 100.0
     timer = threading.Timer(1, signal.pthread_kill, [main, signal.SIGINT])
-    timer.start()
     # Processes that run tests beside each other let none in.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             run.open(str(root))
     finally:
         signal.signal(signal.SIGINT, before)

@@ -11,7 +11,8 @@ import datetime
 import logging
 import os
 import pickle
-import time
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +122,18 @@ def test_metadata_of_a_root_are_kept_as_by_orbax(tmp_path: Path) -> None:
 def test_a_long_wait_for_the_save_before_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = "Waiting for previous save to complete took 1."
-    slow = ocp.AsyncOptions(post_finalization_callback=lambda: time.sleep(1.2))
+    said, ends = r"Waiting for previous save to complete took \d", threading.Event()
+    slow = ocp.AsyncOptions(post_finalization_callback=lambda: ends.wait(60))
     caplog.set_level(logging.WARNING)
     with manager_of(tmp_path, async_options=slow) as manager:
         manager.save(0, args=SAVE)
-        assert said not in caplog.text
+        assert not re.findall(said, caplog.text)
+        threading.Timer(1.5, ends.set).start()
         manager.save(1, args=SAVE)
-        assert caplog.text.count(said) == 1
+        assert len(re.findall(said, caplog.text)) == 1
         manager.wait_until_finished()
         manager.save(2, args=SAVE)
-        assert caplog.text.count(said) == 1
+        assert len(re.findall(said, caplog.text)) == 1
 
 
 def test_a_manager_that_is_made_lightly_reads_metrics_when_it_reloads(

@@ -575,8 +575,8 @@ def test_an_interrupt_while_waiting_loses_no_step(
     with storage.held() as gate:
         run.train(1)
         assert run.save(manager, 1)
-        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
             manager.wait_until_finished()
         gate.open()
         manager.wait_until_finished()

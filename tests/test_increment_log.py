@@ -340,6 +340,7 @@ def test_no_chain_is_merged_while_a_baseline_waits(
             run.run(manager, [4])
         assert manager.last_report.merged_bytes > 0
         run.run(manager, [5, 6])
+        until(lambda: len(asked) > 1)  # by a thread, beside the run
         assert asked == ["2", "6"]
         for step in range(7):
             run.check(manager, step)
@@ -577,9 +578,27 @@ def test_a_baseline_of_the_restored_step_is_brought_along(
 # ---- the process --------------------------------------------------------------------------
 
 
+@pytest.fixture
+def may_merge(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A file that processes wait for before they merge: none ends by itself before it is there."""
+    path, last = tmp_path_factory.mktemp("held") / "may_merge", "main(given)\n"
+    program = merging_module._PROGRAM
+    assert program.endswith(last)
+    waits = f"while not os.path.exists({os.fspath(path)!r}):\n    time.sleep(0.01)\n"
+    held = program.removesuffix(last) + waits + last
+    monkeypatch.setattr(merging_module, "_PROGRAM", held)
+    return path
+
+
 @pytest.mark.parametrize("where", ["disk", "bucket"])
 def test_a_process_of_its_own_merges(
-    tiny_run: Any, tmp_path: Path, where: str, request: pytest.FixtureRequest
+    tiny_run: Any,
+    tmp_path: Path,
+    where: str,
+    may_merge: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     run, root = tiny_run(), str(tmp_path)
     if where == "bucket":
@@ -590,6 +609,7 @@ def test_a_process_of_its_own_merges(
         until(lambda: merging._running is not None)
         process = merging._running
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == merging_module._NICE
+        may_merge.touch()
         assert merged(manager) is not None and process.returncode == 0
         run.run(manager, [2])
         assert manager.last_report.kind == "full"
@@ -598,7 +618,7 @@ def test_a_process_of_its_own_merges(
 
 
 def test_a_process_that_is_killed_costs_its_baseline_only(
-    tiny_run: Any, tmp_path: Path, caplog: Any
+    tiny_run: Any, tmp_path: Path, may_merge: Path, caplog: Any
 ) -> None:
     run = tiny_run()
     with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=2)) as manager:
@@ -606,6 +626,7 @@ def test_a_process_that_is_killed_costs_its_baseline_only(
         merging = manager._handler.lifecycle.merging
         until(lambda: merging._running is not None)
         merging._running.kill()
+        may_merge.touch()
         assert merged(manager) is None
         assert "ended with code -9" in caplog.text
         run.run(manager, [2])
@@ -614,13 +635,16 @@ def test_a_process_that_is_killed_costs_its_baseline_only(
     assert left_in(tmp_path) == []
 
 
-def test_a_manager_that_closes_ends_the_process(tiny_run: Any, tmp_path: Path) -> None:
+def test_a_manager_that_closes_ends_the_process(
+    tiny_run: Any, tmp_path: Path, may_merge: Path
+) -> None:
     run = tiny_run()
     with run.open(tmp_path, policy=cnr.IncrementLog(merge_at=2)) as manager:
         run.run(manager, range(2))
         merging = manager._handler.lifecycle.merging
         until(lambda: merging._running is not None)
-    assert merging._running.returncode is not None and not merging.is_busy
+    until(lambda: not merging.is_busy)  # `close` waits for some seconds only
+    assert merging._running.returncode is not None and not may_merge.exists()
     assert left_in(tmp_path) == []
 
 
@@ -668,7 +692,7 @@ def test_the_process_ends_with_a_run_that_is_killed(
 def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it goes while it is read
         return False
 
 

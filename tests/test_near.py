@@ -34,9 +34,10 @@ from cnr_jax.repository.store import (
 
 from . import mirror_program
 from .bucket_proxy import Proxy
-from .conftest import case_of, each_of, until
+from .conftest import Gate, case_of, each_of, until
 from .test_mirrors import (
     caught_up,
+    copying,
     far,
     harm,
     line_of,
@@ -47,7 +48,7 @@ from .test_mirrors import (
     steps_in,
 )
 
-__all__ = ["far", "proxied", "root"]  # fixtures
+__all__ = ["copying", "far", "proxied", "root"]  # fixtures
 
 
 @pytest.fixture
@@ -56,12 +57,14 @@ def near(tmp_path: Path) -> Path:
 
 
 def test_saves_commit_near_and_travel_to_the_root(
-    tiny_run: Any, near: Path, far: epath.Path
+    tiny_run: Any, near: Path, far: epath.Path, copying: Gate
 ) -> None:
     run = tiny_run()
     options = {"near": near, "near_steps": 2, "policy": cnr.Consecutive(max_chain=2)}
     with run.open(str(far), **options) as manager:
+        copying.shut()
         run.run(manager, range(3))
+        copying.open()
         assert manager.last_report.mirror_lag_steps >= 1
         assert manager.last_report.near_problem == ""
         caught_up(manager)
@@ -116,7 +119,11 @@ def test_nothing_leaves_near_before_it_is_far(
 
 
 def test_what_the_program_before_has_not_copied_is_reported_from_the_first_save_on(
-    tiny_run: Any, near: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any,
+    near: Path,
+    root: Path,
+    copying: Gate,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also before the root, which may answer late, was looked at."""
     run, gate = tiny_run(), threading.Event()
@@ -140,7 +147,9 @@ def test_what_the_program_before_has_not_copied_is_reported_from_the_first_save_
         gate.set()
         caught_up(manager)
         assert steps_in(root) == [str(step) for step in range(6)]
+        copying.shut()
         run.run(manager, [6])
+        copying.open()
         assert manager.last_report.mirror_lag_steps == 1
         assert manager.mirror_report.skipped_steps == ()
 

@@ -648,8 +648,8 @@ def test_a_second_interrupt_leaves_the_rest_to_the_next_call(writer: Any) -> Non
 def test_an_interrupted_wait_loses_no_save(writer: Any) -> None:
     saving, stop = writer(), Stop().shut()
     saving.save(1, lambda work: work.at.update(write=stop))
-    threading.Timer(0.1, interrupt).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.1, interrupt).start()
         saving.pipeline.wait()
     stop.open()
     assert [save.step for save in saving.end()] == [1]
@@ -809,7 +809,7 @@ def test_what_process_0_cannot_do_for_all_is_the_same_error_on_all(run: Any) -> 
 
 
 def test_a_commit_that_process_0_does_not_tell_is_seen_in_the_store(run: Any) -> None:
-    both, stop = run(secs=1.0), Stop().shut()
+    both, stop = run(secs=2.0), Stop().shut()
 
     def prepare(process: int, work: Files) -> None:
         work.at["published"] = stop
@@ -828,7 +828,7 @@ def test_a_commit_that_process_0_does_not_tell_is_seen_in_the_store(run: Any) ->
 def test_a_process_that_says_nothing_is_named_and_its_folder_is_left_alone(
     run: Any,
 ) -> None:
-    both, stop = run(secs=0.5), Stop().shut()
+    both, stop = run(secs=2.0), Stop().shut()
 
     def prepare(process: int, work: Files) -> None:
         if process == 1:

@@ -7,12 +7,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from etils import epath
 from typer.testing import CliRunner
 
 import cnr_jax as cnr
 from cnr_jax.cli.app import app
 from cnr_jax.cli.exit_codes import Exit
+from cnr_jax.repository.compaction import requests
 from cnr_jax.repository.store import store_of
 
 from ..conftest import each_of, left_in, merged, requested
@@ -24,8 +26,10 @@ __all__ = ["far"]  # a fixture
 
 @mostly_on_disk
 def test_it_merges_for_a_run_until_it_is_interrupted(
-    tiny_run: Any, far: epath.Path
+    tiny_run: Any, far: epath.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # However long the command takes to start.
+    monkeypatch.setattr(requests, "_SILENT_SECS", 600.0)
     run = tiny_run()
     policy = cnr.IncrementLog(merge_at=3, elsewhere=True)
     with run.open(str(far), policy=policy) as manager:
