@@ -47,8 +47,8 @@ from cnr_jax.repository.store.packed_arrays import PackedWriter
 from cnr_jax.rows.codecs import Codec
 from cnr_jax.state.layouts import layout_from
 
-# Bytes of encoded rows that are merged at a time, and of their ids in all checkpoints together, where
-# each id is there twice: as a place in its tile and in the block.
+# Bytes of encoded rows that are merged at a time, and of their ids. Each id is there twice while a
+# block is merged: as a place in its tile, and in the block.
 _BLOCK_BYTES, _BLOCK_IDS_BYTES, _ID_BYTES = 16 << 20, 64 << 20, 16
 # Bytes of chunks that are kept while rows are cut from them, and that TensorStore may keep.
 _KEPT_BYTES, _CACHE_BYTES = 8 * _BLOCK_BYTES, 1 << 20
@@ -71,6 +71,7 @@ class MergedTile:
         layer: number of its layer.
         main: encoding of most of its rows; None if it has no rows.
         count: number of its rows that any checkpoint of the chain stores in `main`.
+        listed: ids of each row on average that checkpoints of the chain list.
         source: where these rows are stored in the chain, to compare it with that of another leaf.
         own: arrays of its parts, without those that are stored with another leaf.
         refs: places of its parts in the merged checkpoint, by name.
@@ -82,6 +83,7 @@ class MergedTile:
     layer: int
     main: Encoding | None
     count: int
+    listed: float
     source: tuple[object, ...]
     own: tuple[PartArray, ...] = ()
     refs: dict[str, PartRef] = dataclasses.field(default_factory=dict)
@@ -95,11 +97,9 @@ class MergedTile:
         """Yields blocks of its rows: the first position of each in the tile, and its box."""
         if self.main is not None:
             (low, high), *columns = self.box
-            # Ids of its rows in each checkpoint take memory too, and outweigh rows that are narrow.
-            ids_bytes = _ID_BYTES * max(1, len(self.wanted.chain))
-            step = min(
-                _BLOCK_BYTES // self.main.row_bytes, _BLOCK_IDS_BYTES // ids_bytes
-            )
+            step = _BLOCK_BYTES // self.main.row_bytes
+            if self.listed:  # which outweighs rows that are narrow, in a long chain
+                step = min(step, int(_BLOCK_IDS_BYTES / _ID_BYTES / self.listed))
             step = max(1, step)
             for start in range(low, high, step):
                 yield start - low, ((start, min(start + step, high)), *columns)
@@ -192,7 +192,9 @@ def _tile_of(
     adding = [each.encoding for each in found if each.segment.digest is not None]
     own = [each for each in found if over is None or each.reader in over]
     main = next(iter([*adding, *(each.encoding for each in own)]), None)
-    tile = MergedTile(wanted, over, box, layer, main, 0, ())
+    shares = map(_share_of_rows, found)
+    listed = sum(share for share in shares if share < 1)
+    tile = MergedTile(wanted, over, box, layer, main, 0, listed, ())
     same = [each for each in found if each.encoding == main]
     tile.source = (wanted.table, box, layer, *map(_source, same))
     if any(each in own and _has_all_rows(each, box) for each in same):
@@ -200,6 +202,13 @@ def _tile_of(
     else:
         tile.count = sum(int(tile.own_rows(b)[1].sum()) for _, b in tile.blocks())
     return tile
+
+
+def _share_of_rows(each: StoredSegment) -> float:
+    """Share of the rows of its tile that a segment has."""
+    start, stop = each.tile.box[0]
+    count = each.reader.count(each.process, each.segment.row_ids)
+    return count / (stop - start)
 
 
 def _has_all_rows(each: StoredSegment, box: Box) -> bool:
