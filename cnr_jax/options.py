@@ -304,10 +304,14 @@ class Options:
             return
         ours = {kind.name: kind for kind in _POLICIES}
         kind = ours.get(policy, Intermittent) if isinstance(policy, str) else policy
-        kind = kind if kind in ours.values() else Intermittent
+        hint = f"cnr_jax.{Intermittent.__name__}()"
+        if kind in ours.values():
+            hint = f"cnr_jax.{kind.__name__}()"
+        elif isinstance(kind, type) and callable(getattr(kind, "decide", None)):
+            hint = f"{kind.__name__}()"
         raise errors.OptionError(
             f"policy is {policy!r}, expected an object that decides\n"
-            f"  hint: policy=cnr_jax.{kind.__name__}()"
+            f"  hint: policy={hint}"
         )
 
     def _check_kinds(self) -> None:

@@ -454,6 +454,8 @@ def test_what_compact_has_written_is_no_write_of_a_save(
     assert [each.merged_bytes for each in described.steps[:-1]] == [0] * 5
     last = course_of(described).saves[-1]
     assert last.merged_bytes == last.total_bytes == step.total_bytes
+    told = CliRunner().invoke(app, ["explain", str(root), "5"]).output
+    assert "step 5: full, made by compact" in told and "as step 4 lists them" in told
     shown = CliRunner().invoke(app, ["show", str(root), "5"]).output
     assert f"dense 0 B, manifests 0 B, merged {amount(step.merged_bytes)}" in shown
     assert last.written_bytes is None and not any(

@@ -153,6 +153,15 @@ def test_options_of_orbax_and_of_cnr_are_told_apart(
     assert not root.exists()
 
 
+class Deciding:
+    """A policy of a user's own."""
+
+    name = "deciding"
+
+    def decide(self, history: Any) -> Any:
+        return cnr.Full().decide(history)
+
+
 @each_of(
     ("policy", "hint"),
     [
@@ -162,6 +171,7 @@ def test_options_of_orbax_and_of_cnr_are_told_apart(
         (cnr.Full, r"cnr_jax\.Full\(\)"),
         ("increment_log", r"cnr_jax\.IncrementLog\(\)"),
         (cnr.IncrementLog, r"cnr_jax\.IncrementLog\(\)"),
+        (Deciding, r"policy=Deciding\(\)"),
         (None, r"cnr_jax\.Intermittent\(\)"),
     ],
 )

@@ -72,6 +72,7 @@ def compact(
 
 def _follow(root: str, *, as_json: bool) -> Exit:
     """Merges what runs ask for, and tells of each merge."""
+    from cnr_jax.format import names
     from cnr_jax.repository import layout
     from cnr_jax.repository.compaction.requests import Request, serve
 
@@ -80,7 +81,8 @@ def _follow(root: str, *, as_json: bool) -> Exit:
 
     def told(request: Request, problem: str) -> None:
         if as_json:
-            found = {"step": request.directory, "problem": problem or None}
+            step = names.step_number(request.directory)
+            found = {"step": step, "problem": problem or None}
             print_json("compact", found, on_a_line=True)
         elif problem:
             print_lines([(f"step {request.directory} is not merged: {problem}", "red")])

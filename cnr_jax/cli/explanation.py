@@ -102,7 +102,10 @@ def _manifest(root: RootDescription, step: StepDescription) -> Manifest:
 
 
 def _before(root: RootDescription, step: StepDescription) -> StepDescription | None:
-    """Save before a step in its branch, by the time of their manifests."""
+    """Save before a step in its branch, by the time of their manifests.
+
+    Later steps are left out, as a step that `compact` has made tells the time of that.
+    """
     when = step.saved_at
     if when is None:
         return None
@@ -111,6 +114,7 @@ def _before(root: RootDescription, step: StepDescription) -> StepDescription | N
         for each in root.steps
         if each.saved_at is not None
         and each.saved_at < when
+        and each.step < step.step
         and (each.run, each.generation) == (step.run, step.generation)
     ]
     return max(earlier, key=lambda found: found[:2])[2] if earlier else None
@@ -120,8 +124,10 @@ def lines_of(found: Explanation) -> list[tuple[str, str]]:
     """Lines of an explanation, each with its style."""
     step = found.step
     what = step.kind if step.parent is None else f"{step.kind} on {step.parent}"
+    is_made = step.merged_bytes == step.total_bytes
+    by = "made by compact" if is_made else f"by the policy {step.policy!r}"
     lines = [
-        (f"step {step.step}: {what}, by the policy {step.policy!r}", "bold"),
+        (f"step {step.step}: {what}, {by}", "bold"),
         (f"reason:  {step.reason}", ""),
         (f"chain:   {' <- '.join(f'{s.step} ({s.kind})' for s in found.chain)}", ""),
     ]

@@ -68,7 +68,7 @@ def test_a_request_whose_run_has_ended_harms_nobody(
     with called(far, "--follow", "--json", verb="compact") as command:
         assert command.stdout is not None
         told = json.loads(command.stdout.readline())
-    assert told == {"schema": 2, "verb": "compact", "step": "1", "problem": None}
+    assert told == {"schema": 2, "verb": "compact", "step": 1, "problem": None}
     with run.open(str(far), policy=policy) as manager:
         run.check(manager, 1)
         run.run(manager, [2])

@@ -67,7 +67,8 @@ def await_merge(
             sign, since, failed = now, time.monotonic(), False
         elif is_silent:
             ended = "the program that merges it has ended"
-            raise ValueError(ended if sign else "no program elsewhere merges it")
+            nobody = f"no program elsewhere merges it: cnr-jax compact {root} --follow"
+            raise ValueError(ended if sign else nobody)
     raise ValueError("the run ends")
 
 

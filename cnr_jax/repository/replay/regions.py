@@ -36,6 +36,7 @@ from cnr_jax.repository.replay.encoded import (
     split_columns,
 )
 from cnr_jax.repository.step_reader import StepReader
+from cnr_jax.repository.store import can
 from cnr_jax.rows.codecs import Raw
 from cnr_jax.rows.codecs.residual import Digest
 from cnr_jax.rows.codecs.sparse import RowsAt, SparseRows, items
@@ -146,7 +147,7 @@ class WantedLeaf:
             parts = main.room(rows, aligned_empty)
         covered = sum(each.count for each in held if each.first)
         owners = _Owners(rows, covered, len(held))
-        queue = _Queue()
+        queue = _Queue(AHEAD_BYTES if sums is None else self._ahead_of_block())
         others: list[Held] = []
         below = sums or Sums()
         compared = _compared(held, main, rows) if sums is None else set(map(id, held))
@@ -170,6 +171,15 @@ class WantedLeaf:
             self.target.keep_sums(sources, tuple(parts[name] for name in names))
         patches = _patches(others, owners)
         return Merged(main, parts, tuple(_joined(patches)), owners.unclaimed())
+
+    def _ahead_of_block(self) -> int:
+        """Bytes that are read ahead where a region is one block of many.
+
+        For slices of rows whole chunks are read, so in a long chain these few bytes may take many
+        times as much memory. A disk answers at once, so little is gained by more.
+        """
+        is_near = can(self.chain[-1].directory).cheap_looks
+        return AHEAD_BYTES // 4 if is_near else AHEAD_BYTES
 
 
 def _compared(held: Sequence[Held], main: Encoding, rows: int) -> set[int]:
@@ -326,7 +336,7 @@ def _patches(others: Sequence[Held], owners: _Owners) -> list[Patch]:
     All other rows are read and checked too, so damage is found no matter what came later.
     """
     found: list[Patch] = []
-    queue = _Queue()
+    queue = _Queue(AHEAD_BYTES)
     for owner, each in enumerate(others, 1):
         mine = owners.mine(each.at, owner)
         rows = as_array(each.at)[mine]
@@ -387,20 +397,25 @@ class _Owners:
 
 
 class _Queue:
-    """Queue that puts rows in place in the order in which they came, while later ones are read."""
+    """Queue that puts rows in place in the order in which they came, while later ones are read.
 
-    def __init__(self) -> None:
+    Args:
+        ahead_bytes: limit of the bytes that are read.
+    """
+
+    def __init__(self, ahead_bytes: int) -> None:
+        self._ahead_bytes = ahead_bytes
         self._waiting: collections.deque[tuple[int, Callable[[], None]]] = (
             collections.deque()
         )
         self._nbytes = 0
 
     def extend(self, readings: Iterator[tuple[int, Callable[[], None]]]) -> None:
-        """Adds readings, each started as it is drawn, and ends the oldest beyond `AHEAD_BYTES`."""
+        """Adds readings, each started as it is drawn, and ends the oldest beyond the limit."""
         for nbytes, end in readings:
             self._waiting.append((nbytes, end))
             self._nbytes += nbytes
-            while self._nbytes > AHEAD_BYTES:
+            while self._nbytes > self._ahead_bytes:
                 self._end()
 
     def drain(self) -> None:
