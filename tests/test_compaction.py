@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cnr_jax as cnr
+from cnr_jax import errors
 from cnr_jax.checkpointer.restoring import attempts
 from cnr_jax.format import names
 from cnr_jax.format.tiles import load_process
@@ -182,6 +183,22 @@ def test_a_merged_step_restores_to_the_bits_of_its_chain(
         shutil.rmtree(tmp_path / str(step))
     assert_same(run.restored(None), chain[3])
     assert cnr.compact(tmp_path, writer_is_dead=True).step is None
+
+
+def test_an_error_in_ids_that_are_read_in_blocks_says_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.save({"codec": "raw"}, saves=2)
+
+    def wrong(ids: Any, first: int, last: int) -> Any:
+        raise errors.FormatError("row ids are wrong", kind="row_ids")
+
+    monkeypatch.setattr(ids_in_blocks.IdsInBlocks, "between", wrong)
+    found = r"1/default/rows\.p00000/row_ids: entry \d+: row ids are wrong"
+    with pytest.raises(errors.FormatError, match=found):
+        cnr.compact(tmp_path, writer_is_dead=True)
+    assert sorted(kinds(tmp_path)) == ["0", "1"]
 
 
 def test_deltas_that_rest_on_a_merged_step_go_on_to_do_so(tmp_path: Path) -> None:

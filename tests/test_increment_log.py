@@ -469,6 +469,17 @@ def test_what_compact_has_written_is_no_write_of_a_save(
     assert kept == [*range(5), *([5] if metrics else [])]
 
 
+def test_explain_lists_no_saves_that_came_after_a_step_of_compact(
+    tiny_run: Any, tmp_path: Path
+) -> None:
+    run = tiny_run()
+    with run.open(tmp_path, policy=cnr.Consecutive()) as manager:
+        run.run(manager, range(5))
+    cnr.compact(tmp_path, step=2, writer_is_dead=True)
+    told = CliRunner().invoke(app, ["explain", str(tmp_path), "2"]).output
+    assert "seen:    2 saves since the baseline, as step 1 lists them" in told
+
+
 def test_no_save_brings_an_old_baseline_after_a_full_one(
     tiny_run: Any, tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -367,6 +367,23 @@ def test_metrics_that_lack_bytes_or_tell_one_time_are_no_error() -> None:
     assert cost_of(course(*at_once)) is None
 
 
+def test_a_merge_writes_a_request_for_each_further_chunk() -> None:
+    parts = {"tables": 1_000_000, "slots": 0, "dense": 0, "manifests": 0}
+    more = [{}, {}, {}, {}, {"merged": 40_000_000}]
+    saves = [
+        save_of(
+            n,
+            parts={**parts, **more[n % 5]},
+            saved_at=BEGAN + datetime.timedelta(seconds=6 * n),
+        )
+        for n in range(10)
+    ]
+    found = cost_of(course(*saves))
+    assert found is not None
+    monthly = 730 * 600
+    assert found.own.write_requests == pytest.approx(monthly * (21 + (21 + 2) / 5))
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_restore_reads_what_its_save_rests_on(merged: bool) -> None:
     bases = (0, 5) if merged else (0,)
